@@ -111,7 +111,7 @@ class StorageWatch(torch_internals.DispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         """Run one operator and look at what it returns."""
-        if func in _VIEWS:  # most operators
+        if func in _VIEWS or (func not in _OTHERS and _is_view(func)):  # most operators
             self.num_operators += 1
             return func(*args, **(kwargs or {}))
         is_inside = func in INSIDE and self.looks_inside
@@ -123,8 +123,6 @@ class StorageWatch(torch_internals.DispatchMode):
             finally:
                 torch_internals.DispatchMode.__exit__(self, None, None, None)
         self.num_operators += 1
-        if func not in _OTHERS and _is_view(func):
-            return func(*args, **(kwargs or {}))
         if func in _IN_PLACE and self._is_in_place(func, args, _call(sys._getframe(1))):
             out = _IN_PLACE[func](*args, **(kwargs or {}))
             return aten.alias.default(out) if torch.is_grad_enabled() else out  # autograd notes a result of its own
@@ -185,9 +183,10 @@ _OTHERS: set[Any] = set()
 
 
 def _is_view(operator: Any) -> bool:
-    """Return whether the operator always returns its input's storage unchanged."""
+    """Return whether the operator always returns its input's storage unchanged, and has no parts to look into."""
     returns = torch_internals.schema(operator).returns
-    views = bool(returns) and all(value.alias_info and not value.alias_info.is_write for value in returns)
+    views = bool(returns) and not torch_internals.is_composite(operator)
+    views = views and all(value.alias_info and not value.alias_info.is_write for value in returns)
     (_VIEWS if views else _OTHERS).add(operator)
     return views
 

@@ -80,9 +80,13 @@ class _DryRuns:
     "--steps", "num_steps", type=click.IntRange(1, 100),
     help="Calls of SCRIPT.py:STEP.  [default: 2; the second is like all later ones; of SCRIPT.py 1]",
 )  # fmt: skip
+@click.option(
+    "--torch", "torch_version", metavar="VERSION",
+    help="The version that SCRIPT.py will run with, such as 2.6: some take less or more for cuBLAS.  [default: this]",
+)  # fmt: skip
 def command(
     what: str, words: tuple[str, ...], as_json: bool, explain: str | None, timeline: Path | None,
-    num_steps: int | None, **values: Any
+    num_steps: int | None, torch_version: str | None, **values: Any
 ) -> None:  # fmt: skip
     """Predict a step's memory by running it on meta tensors.
 
@@ -102,6 +106,12 @@ def command(
             "name a function that trains: frugal dryrun train.py:step --steps 3",
         ),
         (
+            torch_version is not None and not is_step,
+            f"--torch is for a training step of yours, and {what} is none",
+            "a plan is for the torch that frugal is made for",
+            "name a function that trains: frugal dryrun train.py:step --torch 2.6",
+        ),
+        (
             words and not is_step,
             f"{what} was given together with {next(iter(words), '')}",
             "only a script with a training step of yours takes arguments",
@@ -110,7 +120,7 @@ def command(
     )
     if is_step:
         with patch.object(sys, "argv", [what[: what.index(".py") + 3], *words]):
-            made = _own_step(what, num_steps, values)
+            made = _own_step(what, num_steps, torch_version, values)
     else:
         with waiting(f"dry-running {what}"):
             if _is_plan(Path(what)):
@@ -159,7 +169,7 @@ def command(
     click.echo("\n\n".join("\n".join(block) for block in blocks))
 
 
-def _own_step(what: str, num_steps: int | None, values: dict[str, Any]) -> _DryRuns:
+def _own_step(what: str, num_steps: int | None, torch_version: str | None, values: dict[str, Any]) -> _DryRuns:
     """Dry-run the user's own training step, with the segments that torch would make here, or those asked for."""
     overridden = settings_of_toml({}, values["overrides"])
     for name, row in settings_of(Request).items():
@@ -186,11 +196,12 @@ def _own_step(what: str, num_steps: int | None, values: dict[str, Any]) -> _DryR
     )
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed says that it chose so
     silence_libraries()
-    from frugal.tools.own_loop.run import NUM_STEPS, Script, dry_runs  # torch and DeepSpeed take seconds
+    from frugal.tools.own_loop.run import NUM_STEPS, Script, dry_runs, version_of_torch  # torch takes seconds
 
     num_steps = num_steps or (1 if what.endswith(".py") else NUM_STEPS)  # a script has a loop of its own
     with waiting(f"dry-running {what}"), redirect_stdout(sys.stderr):  # what a script prints is not the answer
-        runs = dry_runs(lambda: Script.load(what), cluster, num_steps)
+        version = version_of_torch(torch_version)
+        runs = dry_runs(lambda: Script.load(what), cluster, num_steps, torch_version=version)
     gpus = plural(cluster.world_size, cluster.rank_noun)
     title = [f"{what}, {plural(num_steps, 'step')} on {gpus}: {cluster.devices[0].name}"]
     return _DryRuns(title, runs, cluster, bool(cuda_allocator.expandable(os.environ)))

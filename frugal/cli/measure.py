@@ -316,11 +316,14 @@ def what_is_here(device: DeviceKind | None, num_ranks: int | None) -> tuple[Devi
     kind: DeviceKind = device or ("cuda" if num_gpus else "cpu")
     if kind == "cpu":
         return kind, num_ranks or min(2, len(os.sched_getaffinity(0)))
-    if not num_gpus or (num_ranks or 1) > num_gpus:
-        raise RequestError(
+    refuse(
+        (
+            not num_gpus or (num_ranks or 1) > num_gpus,
             f"{num_ranks or 1} GPUs are to be calibrated, there are {num_gpus} here",
-            hint="calibrate what is here: frugal measure --calibrate",
+            "",
+            "calibrate what is here: frugal measure --calibrate",
         )
+    )
     return kind, num_ranks or num_gpus
 
 

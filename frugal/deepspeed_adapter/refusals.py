@@ -178,8 +178,8 @@ def _refuse_after_forward(zero: Zero, module: nn.Module, _inputs: Any, output: A
 
 def _refuse_others(zero: Zero, module: nn.Module) -> None:
     """Refuse a module that has other parameters than when the engine was made. Raises: RequestError."""
-    own = module._parameters.values()  # `parameters()` takes ten times as long, twice a module and forward
-    if any(each is not None and not hasattr(each, "ds_status") for each in own):
+    # `parameters()` takes ten times as long, twice a module and forward
+    if any(each is not None and not hasattr(each, "ds_status") for each in module._parameters.values()):
         raise RequestError(
             f"ZeRO-3 cannot run {_named(zero, module)} with other tensors than its parameters",
             because="forward has made some, or torch.func.functional_call has put them there, and DeepSpeed gathers "

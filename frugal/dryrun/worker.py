@@ -41,8 +41,9 @@ def main() -> None:
         for module in ("frugal.dryrun.trace.trace", "frugal.dryrun.run", "transformers.modeling_utils"):
             with suppress(Exception):  # a question that needs it answers with what is wrong
                 import_module(module)
-        function = import_module("torch.autograd.function")  # it reads a signature at each call: 1 s in 20 of a dry run
-        put(function, "inspect", SimpleNamespace(signature=functools.cache(inspect.signature)))
+        # it reads a signature at each call of a function, one second in thirty of a dry run
+        signatures = SimpleNamespace(signature=functools.cache(inspect.signature))
+        put(import_module("torch.autograd.function"), "inspect", signatures)
         gc.freeze()  # so that collections write to no memory that is shared
         control = socket.socket(fileno=0)
         while True:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from frugal.config.adapters import ALL_LINEAR, Lora
 from frugal.deepspeed_adapter.kernels import DTYPES
-from frugal.errors import RequestError, failure
+from frugal.errors import RequestError, failure, refuse
 from frugal.planning.plan import Plan
 
 TASK_TYPES = {"causal-lm": "CAUSAL_LM", "seq2seq": "SEQ_2_SEQ_LM", "sequence-classification": "SEQ_CLS"}
@@ -37,12 +37,14 @@ def add(
     """
     import peft
 
-    if are_in(model):
-        raise RequestError(
+    refuse(
+        (
+            are_in(model),
             "--lora was given for a model that has adapters already",
-            because=f"its factory makes a {type(model).__name__} with peft's adapters",
-            hint="leave --lora out: what its factory leaves trainable is trained",
+            f"its factory makes a {type(model).__name__} with peft's adapters",
+            "leave --lora out: what its factory leaves trainable is trained",
         )
+    )
     not_adaptable = _without_tensor_outputs(model)
     _check_targets(model, lora, not_adaptable)
     torch.manual_seed(seed)

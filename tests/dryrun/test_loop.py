@@ -236,6 +236,8 @@ def test_what_a_script_lacks_or_raises_is_one_message(case: str, here: Path, cap
         ("step", ["--zero-stage", "2"], "loop.py:step was given together with --zero-stage"),
         ("step", ["--set", "optimizer.beta2=0.9"], "loop.py:step was given together with --optimizer"),
         ("factory", ["--steps", "2"], "--steps is for a training step of yours, and loop.py:factory is none"),
+        ("factory", ["--torch", "2.6"], "--torch is for a training step of yours, and loop.py:factory is none"),
+        ("step", ["--torch", "newest"], "newest is no version of torch"),
     ],
 )
 def test_flags_that_a_script_decides_are_refused(
@@ -244,6 +246,18 @@ def test_flags_that_a_script_decides_are_refused(
     (here / "loop.py").write_text("def step(x): ...\ndef x(): ...\ndef factory(): return 0\n")
     code, _, err = frugal(capsys, "dryrun", f"loop.py:{step}", *flags, "--gpus", "1", "--mem", "4G")
     assert code == 2 and err.startswith(f"error: {said}\n")
+
+
+def test_the_command_takes_the_version_of_torch_that_a_script_will_run_with(here: Path, capsys: Capture) -> None:
+    (here / "loop.py").write_text(
+        "import torch\ndef step(): torch.empty(1024, 1024, device='cuda') @ torch.empty(1024, 1024, device='cuda')\n"
+    )
+    peaks = []
+    for flags in ([], ["--torch", "2.11"]):
+        code, out, _ = frugal(capsys, "dryrun", "loop.py:step", "--gpu", "b200-180g", "--json", *flags)
+        assert code == 0
+        peaks.append(json.loads(out)["peak_allocated_bytes"])
+    assert peaks[0] - peaks[1] == (32 << 20) - 8_519_680
 
 
 LOOP = """

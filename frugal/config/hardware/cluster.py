@@ -12,7 +12,7 @@ from typing import Literal
 
 from frugal.config.hardware import context
 from frugal.config.request import Precision
-from frugal.errors import RequestError
+from frugal.errors import RequestError, refuse
 from frugal.units import GIB, MIB, format_bytes
 
 OPERATOR_SECONDS = 10e-6
@@ -249,12 +249,14 @@ class Card:
         Raises:
             RequestError: the card does not know this precision.
         """
-        if precision == "bf16" and not self.has_bf16:
-            raise RequestError(
+        refuse(
+            (
+                precision == "bf16" and not self.has_bf16,
                 f"--gpu {self.name} cannot train in bf16",
-                because="its tensor cores know fp16 only: bf16 came with compute capability 8.0 (Ampere)",
-                hint="use --precision fp16, or --precision fp32",
+                "its tensor cores know fp16 only: bf16 came with compute capability 8.0 (Ampere)",
+                "use --precision fp16, or --precision fp32",
             )
+        )
         memory = self.memory_bytes if memory_bytes is None else memory_bytes
         taken = self.context_range(memory, num_gpus)
         return Device(

@@ -354,9 +354,8 @@ class Tracker(StorageWatch):
         """Return the operator's result without touching host memory."""
         if func is aten._local_scalar_dense.default and operators.has_no_values(args[0]):
             return self._scalar(args[0])
-        if func in _PRODUCTS and len(types := {each.dtype for each in tensors_in(args)}) > 1:
-            words = " and ".join(sorted(map(str, types)))
-            raise TypesDifferError(f"matrices of a product must have the same dtype, not {words}")
+        if func in _PRODUCTS and len(types := {str(each.dtype) for each in tensors_in(args)}) > 1:
+            raise TypesDifferError(f"matrices of a product must have the same dtype, not {' and '.join(sorted(types))}")
         if func in _FUSED_OPTIMIZERS:
             return None  # updates in place, and takes no memory
         if (

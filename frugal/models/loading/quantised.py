@@ -36,7 +36,7 @@ from torch import Tensor, nn
 
 from frugal import memory_watch, required, torch_internals
 from frugal.deepspeed_adapter.kernels import DTYPES
-from frugal.errors import PlanMismatchError, RequestError, refuse
+from frugal.errors import PlanMismatchError, refuse
 from frugal.models import adapters, transformers_internals
 from frugal.planning.model_facts import Packed
 from frugal.planning.plan import Plan
@@ -156,12 +156,14 @@ def config(dtype: torch.dtype) -> Any:
     Raises:
         RequestError: bitsandbytes is not installed, or lacks what is used of it.
     """
-    if sys.modules.get("bitsandbytes", importlib.util) is None or importlib.util.find_spec("bitsandbytes") is None:
-        raise RequestError(
+    refuse(
+        (
+            sys.modules.get("bitsandbytes", importlib.util) is None or importlib.util.find_spec("bitsandbytes") is None,
             "--quantize needs bitsandbytes, which is not installed",
-            because="its kernels pack and unpack the weights",
-            hint="pip install bitsandbytes",
+            "its kernels pack and unpack the weights",
+            "pip install bitsandbytes",
         )
+    )
     library()
     return transformers.BitsAndBytesConfig(
         load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=dtype
@@ -176,12 +178,14 @@ def apply(model: Any, *, reference: str, dtype: torch.dtype) -> nn.Module:
     """
     from transformers.quantizers import AutoHfQuantizer
 
-    if not isinstance(model, transformers.PreTrainedModel):
-        raise RequestError(
+    refuse(
+        (
+            not isinstance(model, transformers.PreTrainedModel),
             f"--quantize is impossible for {reference}",
-            because=f"a {type(model).__name__} is no model of transformers, which knows what of a model to quantise",
-            hint="leave --quantize out, or quantise it in its factory",
+            f"a {type(model).__name__} is no model of transformers, which knows what of a model to quantise",
+            "leave --quantize out, or quantise it in its factory",
         )
+    )
     quantizer: Any = AutoHfQuantizer.from_config(config(dtype), pre_quantized=False)
     before = dict(model.named_modules())
     with torch_internals.without_modes():  # it makes modules on meta, which are nothing on a device

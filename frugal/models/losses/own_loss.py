@@ -15,7 +15,7 @@ from unittest.mock import patch
 
 from torch import Tensor, nn
 
-from frugal.errors import RequestError
+from frugal.errors import refuse
 from frugal.models import tiled_loss
 from frugal.models.losses import predictions
 from frugal.planning.report import ADDED_LOSS
@@ -72,12 +72,14 @@ def loss_sum(
 
 def _around_tiles(model: nn.Module, inner: Any, inputs: dict[str, Tensor], targets: Tensor, count: Tensor) -> Tensor:
     """Return the model's own mean loss, with the cross entropy in it tiled."""
-    if "self.loss_function(" not in inspect.getsource(type(inner).forward):
-        raise RequestError(
+    refuse(
+        (
+            "self.loss_function(" not in inspect.getsource(type(inner).forward),
             f"{type(inner).__name__} cannot take the tiled loss",
-            because="it computes its own loss inside its forward, from whole logits",
-            hint="plan with the plain loss",
+            "it computes its own loss inside its forward, from whole logits",
+            "plan with the plain loss",
         )
+    )
     original = inner.loss_function
     tiled: Any = tiled_loss.applied_to(model)
     inner.loss_function = lambda *_, **__: tiled.loss / count.clamp_min(1)

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from frugal.deepspeed_adapter import zero3_graph
-from frugal.errors import RequestError
+from frugal.errors import refuse
 from frugal.models.activation_checkpointing import repeated_layers
 from frugal.models.tiling import positions, slices
 
@@ -37,12 +37,14 @@ def apply(model: nn.Module) -> None:
     """
     reasons: dict[str, None] = {}
     tiled = [each for layer in repeated_layers(model) for each in _mlps(layer, reasons)]
-    if not tiled:
-        raise RequestError(
+    refuse(
+        (
+            not tiled,
             f"{type(model).__name__} cannot take a tiled MLP",
-            because="; ".join(reasons) or "it has no list of layers with an MLP in each",
-            hint="plan with --mlp plain",
+            "; ".join(reasons) or "it has no list of layers with an MLP in each",
+            "plan with --mlp plain",
         )
+    )
     for module, width in tiled:
         module.forward = partial(_tiled, module.forward, module, width)
         zero3_graph.gather_as_one(module)

@@ -41,7 +41,7 @@ from frugal.dryrun.compare import Figures, predicted
 from frugal.dryrun.messages import DryRun
 from frugal.dryrun.trace.cuda_kernels import kernels_of
 from frugal.dryrun.trace.recorder import not_collected, package_folder
-from frugal.errors import FrugalError, RequestError, first_line
+from frugal.errors import FrugalError, RequestError, first_line, refuse
 from frugal.models import factories, transformers_internals
 from frugal.models.objectives import required
 from frugal.planning.memory.timeline import FORWARD
@@ -101,18 +101,18 @@ def dry_run(
         settings["mem"] = "80G"
     _, cluster, _ = understand({name: value for name, value in settings.items() if value is not None})
     name = getattr(step, "__module__", None) or "the script"
-    build: dict[str, Any] = {"expandable_segments": expandable_segments}
-    if torch_version is not None:
-        numbers = re.match(r"(\d{1,4})\.(\d{1,4})(?!\d)", torch_version)
-        if numbers is None:
-            raise RequestError(
-                f"torch_version={torch_version!r} is no version of torch", hint="write it as 2.6 or 2.6.0"
-            )
-        build["torch_version"] = int(numbers[1]), int(numbers[2])
+    build = {"expandable_segments": expandable_segments, "torch_version": version_of_torch(torch_version)}
     runs = dry_runs(lambda: Script(name, step, parts), cluster, steps, **build)
     result = predicted(runs, cluster, expandable_segments=expandable_segments)  # of the fullest rank
     notes = tuple(dict.fromkeys(note for each in runs for note in each.notes))
     return LoopFigures(**vars(result), notes=notes)
+
+
+def version_of_torch(text: str | None) -> tuple[int, int] | None:
+    """Return the first two numbers of a version; None for this one's. Raises: RequestError, if it is none."""
+    numbers = re.match(r"(\d{1,4})\.(\d{1,4})(?!\d)", text or "")
+    refuse((text is not None and numbers is None, f"{text} is no version of torch", "", "write it as 2.6 or 2.6.0"))
+    return numbers and (int(numbers[1]), int(numbers[2]))
 
 
 def dry_runs(load: Callable[[], "Script"], cluster: Cluster, num_steps: int, **build: Any) -> list[DryRun]:
