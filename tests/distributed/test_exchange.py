@@ -107,5 +107,6 @@ def test_what_fails_on_one_rank_fails_on_all(two_ranks: Ranks) -> None:
 def test_no_module_has_torch_pickle_for_it() -> None:
     sources = {path.name: path.read_text() for path in Path(frugal.__file__).parent.rglob("*.py")}
     del sources["exchange.py"]  # which says why
+    del sources["fake_device.py"]  # of a rank that is alone, in a dry run: nothing arrives
     names = ("all_gather_object", "broadcast_object_list", "gather_object", "scatter_object_list")
     assert [name for name, text in sources.items() if any(each in text for each in names)] == []

@@ -414,6 +414,18 @@ def test_a_loop_is_dry_run_for_cards_without_bf16(card: str) -> None:
     assert figures.peak_allocated_bytes == 4 << 20
 
 
+def test_a_loop_may_end_its_group_of_processes_and_agree_with_others_on_objects() -> None:
+    """As Accelerate's `end_training` and Lightning's strategies do."""
+
+    def step() -> None:
+        agreed, _ = [{"step": 3}], torch.empty(1 << 20, device="cuda")
+        torch.distributed.broadcast_object_list(agreed, src=0)
+        assert agreed == [{"step": 3}]
+        torch.distributed.destroy_process_group()
+
+    assert package.dry_run(step, gpu="t4-16g", gpus=2, steps=1).peak_allocated_bytes == 4 << 20
+
+
 def test_of_an_older_torch_blackwell_has_the_smaller_workspace() -> None:
     def product() -> None:
         one = torch.empty(1024, 1024, device="cuda")
