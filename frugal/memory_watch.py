@@ -163,7 +163,8 @@ class StorageWatch(torch_internals.DispatchMode):
         """
         is_of_autograd = call[0] is torch_internals.RUN_BACKWARD
         if func is aten.add.Tensor and not is_of_autograd:
-            return self._product == (self.num_operators - 1, call)
+            # where another mode runs operators there is one without this watch, too
+            return self._product == (self.num_operators - 1, call) and call[0] is not torch_internals.RUN_BY_MODE
         return (
             is_of_autograd
             and not torch.is_grad_enabled()
@@ -185,8 +186,11 @@ _OTHERS: set[Any] = set()
 def _is_view(operator: Any) -> bool:
     """Return whether the operator always returns its input's storage unchanged, and has no parts to look into."""
     returns = torch_internals.schema(operator).returns
-    views = bool(returns) and not torch_internals.is_composite(operator)
-    views = views and all(value.alias_info and not value.alias_info.is_write for value in returns)
+    views = (
+        bool(returns)
+        and all(value.alias_info and not value.alias_info.is_write for value in returns)
+        and not torch_internals.is_composite(operator)
+    )
     (_VIEWS if views else _OTHERS).add(operator)
     return views
 
@@ -197,9 +201,9 @@ def _forked(fork: Callable[..., Any], *args: Any, device_type: str | None = None
 
 
 def _call(frame: Any) -> tuple[Any, int, int]:
-    """Return which call from Python ran an operator: code, frame and instruction, below those of this mode and its
-    subclasses and of composites."""
-    while frame.f_code.co_name in ("__torch_dispatch__", "decompose"):
+    """Return which call from Python ran an operator: code, frame and instruction, below those of modes of functions, of
+    this mode and its subclasses, and of composites."""
+    while frame.f_code.co_name in ("__torch_dispatch__", "__torch_function__", "decompose"):
         frame = frame.f_back
     return frame.f_code, id(frame), frame.f_lasti
 

@@ -90,6 +90,9 @@ VARLEN = "torch_attn"
 RUN_BACKWARD = torch.autograd.graph._engine_run_backward.__code__
 """The code of the frame in which autograd runs a backward."""
 
+RUN_BY_MODE = torch._ops.OpOverload.__call__.__code__
+"""The code of the frame in which a mode runs an operator."""
+
 FUSED_DEVICES = "torch.optim.optimizer._get_fused_kernels_supported_devices"
 """The function that returns the kinds of devices with fused kernels of optimizers."""
 

@@ -1,12 +1,15 @@
 """The gauge sees what lives, and changes nothing by looking."""
 
 import gc
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 from torch.profiler import ProfilerActivity, profile, record_function
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from frugal.memory_watch import gauge
 from frugal.models.objectives import CausalLM
@@ -157,6 +160,25 @@ def test_autograd_writes_in_place_what_it_does_unwatched(function: Any) -> None:
     assert gradients[0] == gradients[1]
 
 
+class PassesOperators(TorchDispatchMode):
+    """A mode that runs operators as they come, as selective checkpointing does."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+class PassesFunctions(TorchFunctionMode):
+    """A mode that calls functions as they come."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+def inside_of(mode: Any, function: Callable[[], torch.Tensor]) -> torch.Tensor:
+    with mode():
+        return function()
+
+
 @pytest.mark.parametrize("is_trained", [False, True])
 @pytest.mark.parametrize(
     "function",
@@ -167,6 +189,16 @@ def test_autograd_writes_in_place_what_it_does_unwatched(function: Any) -> None:
         lambda linear, x: linear(x.view(5, 2, 5, 70).transpose(1, 2)),
         lambda linear, x: x.transpose(0, 1) @ linear.weight.t() + linear.bias,
         lambda linear, x: [part @ linear.weight.t() + linear.bias for part in (x, x.transpose(0, 1))][1],
+        *(
+            lambda linear, x, mode=mode, inside=inside: inside_of(mode, lambda: inside(linear, x))
+            for mode in (PassesOperators, PassesFunctions)
+            for inside in (
+                lambda linear, x: linear(x) + x[..., :1],  # as a layer adds its input
+                lambda linear, x: x[..., :1] + linear(x.transpose(0, 1)).transpose(0, 1),
+                lambda linear, x: linear(x.transpose(0, 1)),
+                lambda linear, x: x.transpose(0, 1) @ linear.weight.t() + linear.bias,
+            )
+        ),
     ],
 )
 def test_a_bias_is_added_in_place_where_it_is_unwatched(function: Any, is_trained: bool) -> None:
