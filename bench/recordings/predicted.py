@@ -181,7 +181,8 @@ def under_zero3(states: str) -> dict[str, Any]:
         "repository": "deepspeedai/DeepSpeedExamples",
         "known": "an encoder of 32 layers, width 4096, 1 sample of 512 tokens, layers checkpointed, ZeRO-3 on 4 GPUs "
         f"with overlapped communication and buckets of 5e7 elements, {states.replace('-', ' ')}: steps with FusedAdam",
-        "assumed": "DeepSpeed 0.19.8; three steps for all; printed to 0.01 GiB, so equal figures count as exact",
+        "assumed": "DeepSpeed 0.19.8 with `memory_efficient_linear` off, which is how releases up to 0.19.3 treat a "
+        "model made outside of `zero.Init`; three steps for all; printed to 0.01 GiB, so equal figures count as exact",
     }  # fmt: skip
     return as_printed(facts, fullest, UNDER_ZERO3[states], 2**30)
 
