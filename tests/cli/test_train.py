@@ -263,6 +263,8 @@ def test_the_plan_it_makes_is_that_of_frugal_plan_for_the_lengths_of_the_data(
     ],
 )
 def test_a_step_is_as_large_as_was_asked(folder: Path, task: str, tokens: int | None, steps: int, said: str) -> None:
+    import torch
+
     from frugal.data.report import BuildReport
     from frugal.engine.reports import opening
 
@@ -277,6 +279,10 @@ def test_a_step_is_as_large_as_was_asked(folder: Path, task: str, tokens: int | 
         f"training {folder}/config.json (0 parameters) for {said} on 1 rank; 9 samples, 2 for validation; "
         "1 row that cannot be read left out"
     )
+    for samples in (made.batch.global_batch - 1, made.batch.global_batch):
+        data.training = range(samples)
+        said_first = "\n".join(opening.remarks(made, data, torch.device("cpu"), 0))
+        assert (f"each of {samples} about" in said_first) == (samples < made.batch.global_batch)
 
 
 def test_a_new_plan_for_a_run_keeps_all_of_its_request_that_changes_numbers() -> None:

@@ -99,6 +99,9 @@ def remarks(plan: Plan, data: RunData, device: torch.device, rank: int) -> Itera
         yield ("of the first rows: " if is_stream else "") + data.report.in_words()
     if isinstance(data.training, Mixture):
         yield data.training.in_words()
+    if not is_stream and plan.batch.global_batch > (n := len(data.training)):
+        times = f"{plan.batch.global_batch / n:.1f} times"
+        yield f"note: a step takes more samples than there are: each of {n} about {times}"
     said = (PADDING_MATTERS, LAYER_DROP, *(SPLIT_MATTERS, DRAWN_PARTS) * (plan.model.task != OWN))  # else by the engine
     yield from (f"note: {note}" for note in plan.warnings if note.startswith(said))
     if others := local_host.other_versions(plan.all_versions):
