@@ -1,4 +1,4 @@
-"""What something was measured on: command, date, device, versions."""
+"""The conditions of a measurement: command, date, device, versions."""
 
 import os
 import platform

@@ -1,4 +1,4 @@
-"""What the package weighs: the figures that a change to its structure is held by, of this tree or of a revision.
+"""The size of the package: figures that a change of its structure is judged by, of this tree or of a revision.
 
     python -m bench.house [REVISION]
 

@@ -92,7 +92,7 @@ class Browser:
 
 
 def missing() -> str | None:
-    """Why there is no browser; None: there is."""
+    """Return why there is no browser; None: there is one."""
     absent = [name for name, path in (("chromium", CHROMIUM), ("chromedriver", DRIVER)) if path is None]
     return f"no {' and no '.join(absent)}: see .ci/packages" if absent else None
 

@@ -1,4 +1,4 @@
-"""What a terminal shows of a plan, and its page: pictures in docs/images, made anew by `python -m tests.screenshots`.
+"""Pictures of a plan on a terminal, and of its page, in docs/images, made anew by `python -m tests.screenshots`.
 
 The command really writes to a terminal; rich turns what it wrote into SVG, without the fonts that it would fetch. The
 page is opened in the browser of `tests.browser`; where there is none, its pictures stay as they are.

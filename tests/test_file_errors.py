@@ -1,4 +1,4 @@
-"""Why a file cannot be written: each cause by its own words and numbers, from real file systems."""
+"""Causes why a file cannot be written: each by its own words and numbers, from real file systems."""
 
 import errno
 import os

@@ -112,7 +112,7 @@ def test_imports_only_go_down() -> None:
 
 
 def import_graph() -> dict[str, set[str]]:
-    """Of each module those it imports, wherever it does: in functions and for type checkers, too."""
+    """Return the modules that each module imports, also in functions and for type checkers."""
     return {name: {_module(target) for target in imported(path)} - {name, ""} for name, path in modules().items()}
 
 

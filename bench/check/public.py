@@ -52,7 +52,7 @@ Outcome = Literal["verdict", "not checked", "refused", "no verdict"]
 
 
 class Reading(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What a reader expects of `frugal check`.
+    """The outcome that a reader expects of `frugal check`.
 
     Attributes:
         outcome: `verdict`, that it fits or does not; `not checked`, with the batch and the reason; `refused`, an error,

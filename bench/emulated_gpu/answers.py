@@ -1,4 +1,4 @@
-"""What an emulated card cannot compute and a program asks for; imported in each of its processes (`late_answers`).
+"""Answers that a program asks for and an emulated card cannot compute; imported in its processes (`late_answers`).
 
 `if tensor` in transformers is answered with yes: masks are full and nothing is packed. EMULATED_GPU_MASKS=padded says
 no instead. Blocks that the allocator hands out read as zeros.

@@ -1,4 +1,4 @@
-"""How a process is started on emulated cards: which Python, which environment variables.
+"""The start of a process on emulated cards: its Python and its environment variables.
 
 subprocess.run([python(), "-m", "frugal", "train", ...], env=environment("rtx3060", num_gpus=2))
 """

@@ -1,4 +1,4 @@
-"""What `bench/gpu/truth.py` measures: models as configurations, and the runs in order of what they teach."""
+"""Models and runs that `bench/gpu/truth.py` measures, the most telling first."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace

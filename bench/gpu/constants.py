@@ -1,4 +1,4 @@
-"""What no configuration changes on a GPU: context, library workspaces, and what kernels take inside."""
+"""Memory that no configuration changes on a GPU: context, libraries' workspaces, and kernels' own."""
 
 from typing import Any
 

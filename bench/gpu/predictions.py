@@ -1,4 +1,4 @@
-"""What `bench/gpu/truth.py` expects of each configuration, by a dry run on meta tensors."""
+"""Predictions for each configuration of `bench/gpu/truth.py`, by a dry run on meta tensors."""
 
 import time
 from collections.abc import Iterator
@@ -24,7 +24,7 @@ MOST_SAMPLES = 256  # of the largest micro-batch, so that its two steps stay sho
 
 
 class Prediction(msgspec.Struct, frozen=True, kw_only=True):
-    """What is expected of one configuration; bytes, and elements of parameters. `ranks`: those worth a run.
+    """The prediction for one configuration; bytes, and elements of parameters. `ranks`: those worth a run.
 
     `reserved_above_bytes`: what the allocator may reserve more in another order of samples.
     """

@@ -19,7 +19,7 @@ EXPANDABLE = "expandable_segments:True"
 
 
 class Traits(NamedTuple):
-    """What a process is made for, and cannot change.
+    """Properties of a process that are fixed when it starts.
 
     Attributes:
         is_zero3: whether it runs ZeRO-3, which leaves patches in torch.

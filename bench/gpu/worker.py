@@ -63,7 +63,7 @@ class Attention(msgspec.Struct, frozen=True, order=True, kw_only=True):
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True):
-    """What came of it; all sizes in bytes.
+    """The outcome; all sizes in bytes.
 
     Attributes:
         constants: of the device, where they were asked for.

@@ -1,4 +1,4 @@
-"""What a stretch of a program launches and moves on an emulated card."""
+"""Counts of the kernels that part of a program launches on an emulated card, and of the bytes that they move."""
 
 import ctypes
 import tempfile

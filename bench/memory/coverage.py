@@ -84,7 +84,7 @@ def rows(content: dict[str, Any]) -> Iterator[Row]:
 
 
 def report(title: str, measured: Sequence[Row]) -> list[str]:
-    """Which share is inside, how wide the bounds are, and which rows are outside."""
+    """Return the share inside the bounds, their widths, and the rows outside."""
     if not measured:
         return [f"{title}: nothing measured"]
     inside = sum(row.is_inside for row in measured)

@@ -1,4 +1,4 @@
-"""What the tensors of a rank on a CPU take that those of a dry run do not, and the other way round.
+"""Tensors that a rank on a CPU has and a dry run has not, and the other way round.
 
 A dry run on kind `cpu` keeps device and host apart, as meta and CPU tensors, and its collectives take nothing. For a
 resident set three things are different, none of which a GPU's host has:

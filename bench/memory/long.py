@@ -104,7 +104,7 @@ def keep(rows: list[dict[str, Any]], emulated: dict[str, Any] | None, arguments:
 
 @dataclass(frozen=True)
 class Asked:
-    """What all rows have in common: numbers of GPUs, where plans are kept, who traces; see `--free` and `--draft`."""
+    """Settings of all rows: numbers of GPUs, where plans are kept, who traces; see `--free` and `--draft`."""
 
     gpus: list[int]
     folder: Path

@@ -1,1 +1,1 @@
-"""Whether the plan is the best one, how soon it is made, and whether its tests notice mistakes."""
+"""Benchmarks of planning: the quality of the choice, its latency, and mistakes that tests notice."""

@@ -141,7 +141,7 @@ def row(decision: Decision, predicted_ratio: float, timed: Timed) -> dict[str, A
 
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """How often the goals are met."""
+    """Count how often the goals are met."""
     measured = [each["measured_by_one_mode"] for each in rows]
     mixed = [each["measured_by_one_mode"] for each in rows if each["is_mixture"]]
     return {

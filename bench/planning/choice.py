@@ -62,7 +62,7 @@ QUICK = 6  # every so manieth case
 
 @dataclass(frozen=True, kw_only=True)
 class Decision:
-    """What frugal found for a case: its choice first, then every other strategy that fits."""
+    """The plans for a case: frugal's choice first, then every other strategy that fits."""
 
     case: Case
     request: Request
@@ -249,7 +249,7 @@ def _rank_correlation(first: Sequence[float], second: Sequence[float]) -> float 
 
 
 def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """How often the goal is met. Ratios are the choice's seconds, divided by those of the fastest that fits."""
+    """Count how often the goal is met. Ratios are the choice's seconds, divided by those of the fastest that fits."""
     ratios = [row["ratio"] for row in rows]
     correlations = [row["rank_correlation"] for row in rows if row["rank_correlation"] is not None]
     return {

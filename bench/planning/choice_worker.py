@@ -46,7 +46,7 @@ class Job(msgspec.Struct, frozen=True):
 
 
 class Timed(msgspec.Struct, frozen=True):
-    """What became of a job: seconds of every timed step of every plan.
+    """The result of a job: seconds of every timed step of every plan.
 
     `again`: number of a plan -> seconds of its best step in each turn at the end, all in the same turns.
     """

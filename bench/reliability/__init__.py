@@ -1,1 +1,1 @@
-"""What faults, votes and checkpoints cost."""
+"""Costs of faults, votes and checkpoints."""

@@ -1,4 +1,4 @@
-"""What a fault costs: `frugal train` on two CPU ranks, or one, disturbed in each of the ways that runs end by.
+"""The cost of a fault: `frugal train` on one or two CPU ranks, interrupted in each way that ends runs.
 
     python -m bench.reliability.faults
 
@@ -42,7 +42,7 @@ FILLER = "of-another-program"
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What one fault came to.
+    """The outcome of one fault.
 
     Attributes:
         fault: in words.
@@ -224,7 +224,7 @@ def truncated(out: Path) -> list[Path]:
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """What happens to a run: `disturb` returns when. `ignored`: a signal that the run ignores from its start on.
+    """A fault of a run: `disturb` causes it and returns when. `ignored`: a signal that the run ignores.
 
     `is_outlived`: the run is to go on to its end.
     """

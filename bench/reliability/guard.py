@@ -74,7 +74,7 @@ def unguarded(engine: Any) -> Iterator[None]:
 
 @contextmanager
 def timed(engine: Any) -> Iterator[dict[str, list[tuple[float, float]]]]:
-    """When this rank came to each vote and left it, and likewise when it kept the generators' state; in seconds."""
+    """Record when this rank enters and leaves each vote, and when it keeps the generators' state, in seconds."""
     from frugal.checkpoint import random_state
     from frugal.engine import train_step
 

@@ -29,7 +29,7 @@ _PROGRAMS = ("ip", "unshare", "nsenter", "setpriv", "ssh", "ssh-keygen", "pdsh",
 
 
 def why_not() -> str | None:
-    """Why there can be no such hosts here; None if there can."""
+    """Return why there can be no such hosts here; None if there can."""
     if os.geteuid() != 0:
         return "hosts as namespaces need root"
     if missing := [program for program in _PROGRAMS if shutil.which(program) is None]:

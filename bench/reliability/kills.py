@@ -1,4 +1,4 @@
-"""Whether anything is lost when processes are killed at random: `frugal train`, again and again, on changing ranks.
+"""Kill processes at random and check that nothing is lost: `frugal train`, repeatedly, on changing ranks.
 
     python -m bench.reliability.kills [50] [--seed 0] [--minutes 60] [--add]
 

@@ -1,4 +1,4 @@
-"""What a fault costs on two hosts: `frugal train --hostfile`, disturbed in the ways that only several hosts have.
+"""The cost of a fault on two hosts: `frugal train --hostfile`, interrupted in ways that only several hosts have.
 
     python -m bench.reliability.nodes
 
@@ -26,7 +26,7 @@ PATIENCE_SECONDS = 180
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What one fault came to; seconds count from the fault."""
+    """The outcome of one fault; seconds count from the fault."""
 
     fault: str
     ended_seconds: float

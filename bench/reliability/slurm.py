@@ -19,7 +19,7 @@ FOLDERS = "/usr/sbin:/sbin"
 
 
 def why_not() -> str | None:
-    """Why there can be no SLURM here; None if there can."""
+    """Return why there can be no SLURM here; None if there can."""
     path = f"{os.environ['PATH']}:{FOLDERS}"
     missing = [program for program in _PROGRAMS if shutil.which(program, path=path) is None]
     return f"not installed: {', '.join(missing)} (.ci/packages)" if missing else of_hosts.why_not()

@@ -1,4 +1,4 @@
-"""Whether a long run leaks: memory, descriptors, threads, objects, children and shared memory over thousands of steps.
+"""Check a long run for leaks: memory, descriptors, threads, objects, children, shared memory over thousands of steps.
 
     python -m bench.reliability.soak [--steps 3000]
 

@@ -1,1 +1,1 @@
-"""What training with a plan learns and how fast, beside others."""
+"""Benchmarks of training with a plan: losses and speed beside others'."""

@@ -1,4 +1,4 @@
-"""Whether what is trained is the loss that a model's authors have given it, for every text model of transformers.
+"""Compare the trained loss with the one that a model's authors gave it, for every text model of transformers.
 
 Each kind of model with a head for a task is built small from its own defaults (`small_configs`), resolved as `frugal
 plan --model config.json` does, and asked for the loss of the same samples twice:
@@ -198,8 +198,8 @@ def own_loss(task: str, model: nn.Module, batches: Sequence[Sequence[Sample]], *
 
 
 def _ways(task: str, model: Any) -> list[tuple[bool, bool]]:
-    """How labels may be meant: decoders taken from encoder-decoders do not move them, and FSMT makes decoder inputs in
-    the method for collators only."""
+    """Return the possible meanings of labels: decoders taken from encoder-decoders do not shift them, and FSMT makes
+    decoder inputs in the method for collators only."""
     if task == "causal-lm":
         return [(False, False), (True, False)]
     return [(False, model.config.model_type == "fsmt")]
@@ -242,7 +242,7 @@ def _gradient(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _apart(prefix: str, one: Sums, other: Sums) -> Record:
-    """How far apart they are, relative to the other."""
+    """Return the distance between them, relative to the other."""
     zero = torch.zeros(())
     names = one[2].keys() | other[2].keys()
     square = sum(float((one[2].get(name, zero) - other[2].get(name, zero)).square().sum()) for name in names)

@@ -1,4 +1,4 @@
-"""What `bench.training.architectures` asks on real ranks: a step of two ranks under ZeRO-2 and ZeRO-3, and its dry run.
+"""`bench.training.architectures` on real ranks: a step of two ranks under ZeRO-2 and ZeRO-3, and its dry run.
 
 Every sample is a micro-batch, so ranks have other lengths, experts and padding at the same time. The gradient that
 DeepSpeed has applied is read off a step of SGD in fp32, and compared with that of the same micro-batches in one process
@@ -123,7 +123,7 @@ def _built(spec: ModelSpec, dtype: torch.dtype) -> nn.Module:
 
 
 def _apart(gradient: Gradient, truth: Gradient) -> float:
-    """How far apart they are, relative to the truth; a parameter that it does not name has none."""
+    """Return the distance between them, relative to the truth; a parameter that it does not name has none."""
     square = sum(float((each - truth[name]).square().sum() if name in truth else each.square().sum())
                  for name, each in gradient.items())  # fmt: skip
     return float((square / sum(float(each.square().sum()) for each in truth.values())) ** 0.5)

@@ -56,7 +56,7 @@ NOISE = 0.03  # of the ratio to the loop by hand: both do the same work
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """What is trained: an epoch of `steps` global batches, in memory for `micro_batch` samples of full length.
+    """The training: an epoch of `steps` global batches, in memory for `micro_batch` samples of full length.
 
     `goals` are the least ratios of frugal's tokens per second to each peer's.
     """

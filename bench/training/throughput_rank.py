@@ -29,7 +29,7 @@ Samples = Sequence[dict[str, Any]]
 
 @dataclass
 class Meter:
-    """What went through a model: micro-batches, tokens with and without padding, and the loss of each step."""
+    """The counts of a run: micro-batches, tokens with and without padding, and the loss of each step."""
 
     micro_batches: int = 0
     padded_tokens: int = 0

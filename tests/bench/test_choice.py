@@ -1,4 +1,4 @@
-"""What `bench.planning.choice` measures: real steps of every plan, in turns, on real ranks."""
+"""Measurements of `bench.planning.choice`: real steps of every plan, in turns, on real ranks."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""What a CPU rank holds beside a dry run's tensors."""
+"""Tensors that a CPU rank holds beside a dry run's."""
 
 import pytest
 import torch

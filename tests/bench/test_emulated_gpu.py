@@ -1,4 +1,4 @@
-"""What can be checked of emulated GPUs without torch's CUDA build: the cards, the sources, memory and collectives."""
+"""Emulated GPUs, as far as torch's CPU build can check them: the cards, the sources, memory and collectives."""
 
 import os
 import shutil

@@ -1,4 +1,4 @@
-"""Where a step on a card spends its time, from the kernels that were recorded."""
+"""The time of a step on a card by kind of kernel, from recorded kernels."""
 
 from bench.gpu.speed import account, table
 

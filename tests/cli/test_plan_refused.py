@@ -1,4 +1,4 @@
-"""What `frugal plan` refuses, and with which words and exit codes."""
+"""Requests that `frugal plan` refuses, with their messages and exit codes."""
 
 from pathlib import Path
 from typing import Any

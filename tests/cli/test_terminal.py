@@ -1,4 +1,4 @@
-"""What people see on a terminal, and what a pipe gets instead."""
+"""Output on a terminal, and in a pipe."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""What `frugal train` refuses, and with which words."""
+"""Requests that `frugal train` refuses, with their messages."""
 
 import copy
 import fcntl

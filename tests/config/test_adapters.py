@@ -1,4 +1,4 @@
-"""What `--lora` may say, in a flag, in frugal.toml and in Python."""
+"""Values of `--lora`, in a flag, in frugal.toml and in Python."""
 
 from pathlib import Path
 

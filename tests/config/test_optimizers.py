@@ -1,4 +1,4 @@
-"""What optimizers go with, and what they take by arithmetic."""
+"""Optimizers: their settings, and their memory by arithmetic."""
 
 import random
 from typing import Any, get_args

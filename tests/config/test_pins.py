@@ -50,7 +50,7 @@ def test_a_micro_batch_that_is_never_full_is_told() -> None:
 def test_even_micro_batches_are_the_global_batch_or_are_refused_with_those_next_to_it(
     global_batch: int, gpus: int, micro: int | None, steps: int | None
 ) -> None:
-    """Of pins that are possible; a refusal that names a batch is asked again with that."""
+    """Ask again with the batches that a refusal names."""
     asked: dict[str, Any] = {"gpus": gpus, "mem": "12G", "micro_batch": micro, "accumulation_steps": steps}
     assume(micro is None or steps is None)
     try:

@@ -1,4 +1,4 @@
-"""How long samples are, from a histogram or a list, and what is said where it makes no sense."""
+"""Lengths of samples from a histogram or a list, and the errors where they make no sense."""
 
 import json
 import random

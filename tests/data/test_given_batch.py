@@ -79,7 +79,7 @@ def test_tuples_take_the_names_of_the_example() -> None:
 
 
 def losses() -> list[float]:
-    """Of one batch in three forms, on a rank."""
+    """Return the losses of one batch in three forms, on a rank."""
     import frugal
 
     torch.manual_seed(0)

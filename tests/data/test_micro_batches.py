@@ -34,7 +34,7 @@ class Known(list[Any]):
 
 
 def limits(*max_samples: int, shortest: int = 64, overhead: int | None = None) -> MicroBatchLimits:
-    """Of samples of up to 64 tokens."""
+    """Return limits for samples of up to 64 tokens."""
     return MicroBatchLimits(max_samples=max_samples, seq_len=64, shortest=shortest, overhead=overhead)
 
 

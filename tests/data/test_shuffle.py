@@ -38,7 +38,7 @@ def test_another_seed_or_epoch_is_another_order(n: int, other: tuple[int, int]) 
 
 
 def deviations(counts: np.ndarray, expected: Any, degrees: int) -> float:
-    """How many standard deviations the chi-square of `counts` is from its mean."""
+    """Return how many standard deviations the chi-square of `counts` is from its mean."""
     return float((((counts - expected) ** 2 / expected).sum() - degrees) / math.sqrt(2 * degrees))
 
 

@@ -1,4 +1,4 @@
-"""What is exported, and what is refused with which words."""
+"""Exports, and their refusals."""
 
 import dataclasses
 from pathlib import Path

@@ -58,7 +58,7 @@ def samples() -> Tensor:
 
 
 def reference(*, twice: bool = False) -> Gradient:
-    """Of the mean over all samples, fp64, in plain PyTorch."""
+    """Return the gradient of the mean over all samples, fp64, in plain PyTorch."""
     model = Net().double()
     losses(model, samples().double(), twice=twice).mean().backward()
     return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}

@@ -67,8 +67,8 @@ TIMES = 8
 
 
 def left_behind(zero_stage: int, options: dict[str, Any]) -> tuple[int, int, list[str], list[str]]:
-    """How often memory ran out, and changed anything before; what a reset left of it, and what a whole step changes; on
-    ranks."""
+    """Return how often memory ran out, how often it had changed anything, the changes that a reset left, and those of a
+    whole step; runs on ranks."""
     strategy, draw = dict(options), random.Random(0)
     request = {name: strategy.pop(name) for name in ("precision",) if name in strategy}
     with running(plan_here(zero_stage, request=request, **strategy)) as engine:

@@ -18,7 +18,7 @@ from frugal.distributed.exchange import RanksFailed, from_rank_0, gather, togeth
 
 @dataclass(frozen=True)
 class Sample:
-    """Of what ranks exchange."""
+    """A message that ranks exchange."""
 
     rank: int
     words: dict[str, list[float | None]]

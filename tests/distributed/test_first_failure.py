@@ -1,4 +1,4 @@
-"""How a rank ends."""
+"""The end of a rank."""
 
 import os
 import subprocess

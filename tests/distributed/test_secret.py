@@ -13,7 +13,7 @@ from frugal.errors import RequestError
 
 @pytest.fixture(autouse=True)
 def new_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    """Of several hosts, with nothing in its environment."""
+    """Make this a process of several hosts, with nothing in its environment."""
     for name in (secret.SECRET, secret.SECRET_FILE, "LOCAL_SIZE", "LOCAL_WORLD_SIZE", "WORLD_SIZE", "MASTER_ADDR"):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)

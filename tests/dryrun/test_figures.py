@@ -1,4 +1,4 @@
-"""Which ranks are dry-run, and the figures of several: each the largest of any of them."""
+"""The choice of ranks to dry-run, and the figures of several: each the largest of any of them."""
 
 from frugal.dryrun.client import likely_fullest, touched_elements
 from frugal.dryrun.compare import fullest, predicted

@@ -1,4 +1,4 @@
-"""What a dry run says of the host: pinned blocks, states on it, and what a process takes without any tensor."""
+"""Host memory in a dry run: pinned blocks, states on it, and what a process takes without any tensor."""
 
 from functools import partial
 from pathlib import Path

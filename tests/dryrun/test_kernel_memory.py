@@ -1,4 +1,4 @@
-"""What a dry run records of single calls, against what CUDA did on every kind of card: requests, and kernels taken."""
+"""Records of single calls in a dry run against CUDA's on every kind of card: requests, and kernels taken."""
 
 import lzma
 from collections.abc import Callable
@@ -71,7 +71,7 @@ def peak(events: list[Event]) -> int:
 
 
 def test_there_are_requests_of_a_real_card_and_of_another() -> None:
-    """Those of 9.0 are an H200's, the others of emulated cards."""
+    """Records of 9.0 are an H200's, the others of emulated cards."""
     assert CUDA.events.keys() >= {"7.5", "8.0", "8.6", "9.0"}
     assert all(sum(map(bool, events)) > 50 for events in CUDA.events.values())
 

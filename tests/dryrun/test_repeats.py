@@ -109,7 +109,7 @@ def deaths_sorted(stream: Timeline) -> Timeline:
 
 
 def recorded(slice_of: Callable[[int, list[Tensor]], Any], width: int = 8) -> tuple[int, Timeline]:
-    """How many of 16 slices of one row are run, which do as they are told, and what was recorded."""
+    """Return how many of 16 slices of one row are run, each by `slice_of`, and the timeline."""
     num_run = 0
     with Tracker("cuda") as tracker:
         values = torch.zeros((1, 16, width), device="meta")

@@ -138,7 +138,7 @@ def step_with_masks_of_the_host(model: nn.Module, optimizer: Any) -> None:
 
 
 def step_of_words(model: nn.Module, optimizer: Any) -> None:
-    """Of unknown lengths, which an LSTM takes on the host."""
+    """Pack sequences of unknown lengths, which an LSTM takes on the host."""
     lstm, lengths = nn.LSTM(WIDTH, WIDTH, batch_first=True).cuda(), torch.randint(1, 20, (8,), device="cuda")
     words = model(torch.randn(8, 20, WIDTH, device="cuda"))
     packed = nn.utils.rnn.pack_padded_sequence(words, lengths.cpu(), batch_first=True, enforce_sorted=False)

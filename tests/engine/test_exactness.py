@@ -184,7 +184,7 @@ def after_three_steps(zero_stage: int, names: tuple[str, ...]) -> dict[str, tupl
 
 
 def three_steps_of_torch(dtype: torch.dtype = torch.float64) -> Gradient:
-    """How far torch.optim.AdamW moves weights in three such steps, in one process."""
+    """Return how far torch.optim.AdamW moves weights in three such steps, in one process."""
     model = tiny_gpt2().to(dtype)
     before = weights(model)
     optimizer = torch.optim.AdamW(
@@ -229,7 +229,7 @@ def normed_gradient(micro_batch: int, zero_stage: int, choice: str | None) -> Gr
 
 
 def gradient_of_normed_net(dtype: torch.dtype) -> Gradient:
-    """Of all points at once with running statistics, by plain PyTorch."""
+    """Return the gradient of all points at once with running statistics, by plain PyTorch."""
     model = NormedNet().to(dtype).eval()
     batch = torch.utils.data.default_collate(points(16))
     (squared_error(model, {name: tensor.to(dtype) for name, tensor in batch.items()}) / 16).backward()

@@ -100,7 +100,7 @@ def test_the_last_checkpoint_s_folder_is_that_of_the_run(
 
 
 def merged_error(base: Any, out: Path, merged: Path) -> tuple[float, float, torch.dtype]:
-    """How far a merged model is off adapters around this base, how far it may be in fp32, and its type."""
+    """Return how far a merged model is off adapters around this base, how far it may be in fp32, and its type."""
     adapted = {"logits": logits(peft.PeftModel.from_pretrained(base, out / "model"))}
     exact = {"logits": logits(peft.PeftModel.from_pretrained(base, out / "model"), torch.float64)}
     loaded = transformers.AutoModelForCausalLM.from_pretrained(merged)

@@ -17,7 +17,7 @@ pytestmark = needs_nvme_io
 
 
 def losses(**strategy: Any) -> tuple[list[float], int]:
-    """Of three steps, and the number of files that were on disk then. Runs on ranks."""
+    """Return the losses of three steps, and the number of files that were on disk then. Runs on ranks."""
     strategy = {"persistence_threshold_elements": 1000, "sub_group_elements": 3_000_000, **strategy}
     model = tiny_gpt2(n_embd=WIDTH, n_head=2, vocab_size=1024, n_positions=64).bfloat16()
     with running(plan_here(3, 2, 2, {"precision": "bf16", "learning_rate": 1e-3}, **strategy), model) as engine:

@@ -23,7 +23,7 @@ HALVING = FAULTS[:4]
 
 @dataclass
 class Result:
-    """What a run came to: weights, and the losses of its steps and of its evaluations."""
+    """The result of a run: weights, and the losses of its steps and of its evaluations."""
 
     weights: dict[str, torch.Tensor]
     losses: list[float]

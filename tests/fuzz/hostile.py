@@ -65,7 +65,7 @@ def documents_like(good: Any, number: int, *, seed: int = 0) -> Iterator[Any]:
 
 
 def _places(value: Any) -> Iterator[tuple[Any, Any]]:
-    """Where values stand in a document: what holds each, and under which key."""
+    """Yield the places of values in a document: the container of each, and its key."""
     if isinstance(value, dict | list):
         for key, inner in list(value.items() if isinstance(value, dict) else enumerate(value)):
             yield value, key

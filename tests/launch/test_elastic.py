@@ -1,4 +1,4 @@
-"""Which hosts a run goes on with when it is started again, and on what part of its cluster."""
+"""The hosts on which a run resumes, and its part of the cluster."""
 
 import dataclasses
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What `frugal train` prints for other launchers, and what is wrong with what hosts answer."""
+"""Commands that `frugal train` prints for other launchers, and faults in hosts' answers."""
 
 import dataclasses
 import socket

@@ -68,7 +68,7 @@ class Run:
         return [each for each in self.family()[1:] if "frugal.engine.run" in each.cmdline()]
 
     def step(self) -> int:
-        """How many are logged."""
+        """Return how many are logged."""
         return max((record["step"] for record in records(self.out)), default=0)
 
     def come_to(self, step: int) -> None:

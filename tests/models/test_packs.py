@@ -103,7 +103,7 @@ def assert_equal(one: list[Tensor], other: list[Tensor]) -> None:
     st.lists(st.lists(st.integers(1, 90), min_size=1, max_size=4), min_size=1, max_size=3), st.sampled_from([*MODELS])
 )
 def test_gradients_equal_those_with_a_mask(documents: list[list[int]], kind: str) -> None:
-    """Of any documents, padded or not, in models with and without windows and groups."""
+    """Draw packs of documents, padded or not, in models with and without windows and groups."""
     transformers_internals.always_use()
     generator = torch.Generator().manual_seed(sum(map(sum, documents)))
     samples = [

@@ -29,7 +29,7 @@ def falling(step: int) -> float:
 def losses(
     world_size: int, zero_stage: int, strategy: dict[str, Any], *, decay_norms: bool = False, folder: Path | None = None
 ) -> list[float]:
-    """Of a few steps with a falling rate, with a resume in the middle if there is a folder; runs on ranks."""
+    """Return the losses of steps with a falling rate, resumed in the middle if there is a folder; runs on ranks."""
     plan = plan_by_hand(
         world_size=world_size, global_batch=6, micro_batch=2, zero_stage=zero_stage, strategy=strategy,
         request={

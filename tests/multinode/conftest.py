@@ -77,6 +77,6 @@ def by_hand(hosts: Hosts, plans: Sequence[Path], *words: object) -> tuple[list[i
 
 
 def losses(folder: Path) -> list[float]:
-    """Of each step of a run."""
+    """Return the loss of each step of a run."""
     records: list[dict[str, Any]] = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return [record["loss"] for record in records if record["event"] == "step"]

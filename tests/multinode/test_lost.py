@@ -1,4 +1,4 @@
-"""What becomes of a run on several hosts when a rank, a host or the network goes, and how long that takes."""
+"""Runs on several hosts that lose a rank, a host or the network, and the seconds until they end."""
 
 import subprocess
 import sys

@@ -74,13 +74,13 @@ def wait_for_steps(folder: Path, number: int, process: "subprocess.Popen[str]", 
 
 
 def environment_of_rank(hosts: Hosts, name: str) -> str:
-    """Of the rank on a host, as its user can read it."""
+    """Return the environment of the rank on a host, as its user can read it."""
     script = "tr '\\0' '\\n' < /proc/$(pgrep -f '[l]ocal_rank=' | head -n 1)/environ"
     return str(hosts.run(name, "sh", "-c", script, text=True, check=True).stdout)
 
 
 def open_ports(hosts: Hosts, name: str) -> list[int]:
-    """Of a host those to which n3 can connect, its sshd's left out."""
+    """Return the ports of a host to which n3 can connect, without its sshd's."""
     listed = hosts.run(name, "ss", "-Hltn", text=True, check=True).stdout.splitlines()
     ports = {int(line.split()[3].rpartition(":")[2]) for line in listed} - {SSH_PORT}
     script = (

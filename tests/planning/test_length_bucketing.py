@@ -52,7 +52,7 @@ def test_the_longest_samples_are_dealt_to_the_ranks_by_turns() -> None:
 
 
 def fastest(lengths: list[int], budget: TokenBudget, overhead: int) -> float:
-    """Of every way to cut samples into micro-steps for two equal ranks, the soonest done; by brute force."""
+    """Return the cost of the fastest way to cut samples into micro-steps for two equal ranks, by brute force."""
     if not lengths:
         return 0.0
     options = []

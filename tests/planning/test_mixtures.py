@@ -30,7 +30,8 @@ CASES: list[dict[str, Any]] = [
 
 
 def exhaustive_seconds(settings: dict[str, Any], model: dict[str, Any]) -> float:
-    """Of the fastest mixture of all that keep more in later layers, under every strategy of the level of the plan."""
+    """Return the seconds of the fastest of all mixtures that keep more in later layers, under every strategy
+    of the plan's level."""
     request, cluster, _ = understand(settings)
     source = SyntheticSource(request, cluster, model)
     search = Search(request, cluster, source)

@@ -1,4 +1,4 @@
-"""Which strategies are candidates, and how they are called."""
+"""Candidate strategies and their names."""
 
 from typing import Any
 

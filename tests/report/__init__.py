@@ -1,1 +1,1 @@
-"""What a run was, read from its folder."""
+"""Tests of reading a run from its folder."""

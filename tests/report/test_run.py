@@ -1,4 +1,4 @@
-"""What is read from a run's folder, whatever state it is in."""
+"""Reading of a run's folder, whatever state it is in."""
 
 import json
 import subprocess

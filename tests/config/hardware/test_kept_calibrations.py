@@ -1,4 +1,4 @@
-"""Which calibration a request is planned with, and what this machine says of itself."""
+"""The calibration that a request is planned with, and this machine's description of itself."""
 
 import os
 from dataclasses import replace

@@ -1,1 +1,1 @@
-"""What is read while training."""
+"""Tests of data that is read while training."""

@@ -65,7 +65,7 @@ def texts(rows: list[dict[str, Any]]) -> list[str]:
 
 
 def by_template(rows: Any) -> list[str]:
-    """Of rows of `datasets`, as their template writes them."""
+    """Return rows of `datasets` as their template writes them."""
     made = tokenizer()
     return [made.apply_chat_template(row["messages"], tokenize=False) for row in rows]
 

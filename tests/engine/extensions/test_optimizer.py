@@ -72,7 +72,7 @@ def plan_for(world_size: int, zero_stage: int, **request: Any) -> Any:
 
 
 def losses(zero_stage: int, which: str, first: int, last: int, load: Path | None, save: Path | None) -> list[float]:
-    """Of the steps from `first` to before `last`; runs on ranks."""
+    """Return the losses of the steps from `first` to before `last`; runs on ranks."""
     how = {"learning_rate_schedule": falling, "optimizer": MAKE[which], "parameter_groups": GROUPS}
     plan = plan_for(torch.distributed.get_world_size(), zero_stage)
     with running(plan, tiny_gpt2(seed=1 if load else 0), **how) as engine:

@@ -1,4 +1,4 @@
-"""What people read of a run, and what programs do."""
+"""Output of a run for people, and for programs."""
 
 import io
 import resource

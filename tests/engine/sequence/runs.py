@@ -1,4 +1,4 @@
-"""What runs on ranks that share samples, beside one process that has them whole."""
+"""Runs on ranks that share samples, beside one process that has them whole."""
 
 from pathlib import Path
 from typing import Any
@@ -93,7 +93,7 @@ def gradients(
 def losses(
     world_size: int, sequence_parallel: int, zero_stage: int, *, steps: int, lora: str | None = None, **strategy: Any
 ) -> list[float]:
-    """Of so many steps with AdamW, each on another global batch. Runs on ranks."""
+    """Return the losses of steps with AdamW, each on another global batch; runs on ranks."""
     request = {**ADAM, "lora": None if lora is None else Lora.of(lora)}
     torch.manual_seed(0)
     with running(plan(world_size, sequence_parallel, zero_stage, request, **strategy), model("llama")) as engine:

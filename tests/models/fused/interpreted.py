@@ -1,4 +1,4 @@
-"""What is shown of Liger's kernels, run by Triton's interpreter: by `test_kernels.py`, in a process of its own.
+"""Checks of Liger's kernels in Triton's interpreter, run by `test_kernels.py`, in a process of its own.
 
 It holds tensors longer than a kernel does, so that nothing can be said of memory; `bench.emulated_gpu` does.
 """

@@ -1,4 +1,4 @@
-"""What loading takes of a rank's host, predicted from headers, against the resident set of real CPU ranks.
+"""Host memory of loading, predicted from headers, against the resident set of real CPU ranks.
 
 On CPU ranks the host is the device, so what is loaded is part of it. Measured: -1 to +4 % where weights are cast or
 kept whole; under ZeRO-3 without a cast up to 35 % less than predicted, which is a bound there.

@@ -63,7 +63,7 @@ def states(module: nn.Module) -> dict[str, Tensor]:
 
 
 def hashes(states: dict[str, Tensor]) -> dict[str, str]:
-    """Of all bytes, dtype and shape of each."""
+    """Return dtype, shape and a hash of the bytes of each tensor."""
     return {
         name: f"{tensor.dtype} {tuple(tensor.shape)} "
         + hashlib.sha256(tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes()).hexdigest()

@@ -1,4 +1,4 @@
-"""What is quantised, and into what: as transformers does it, read or made, on meta or for real."""
+"""Modules that are quantised, and their bytes: as transformers does it, read or made, on meta or for real."""
 
 import copy
 import sys
@@ -60,7 +60,7 @@ def spec_of(folder: Path) -> ModelSpec:
 
 
 def scales_of(model: torch.nn.Module) -> dict[str, Any]:
-    """Of each quantised module, as bitsandbytes would save them."""
+    """Return the scales of each quantised module, as bitsandbytes would save them."""
     return {
         f"{name} {key}": value.tolist()
         for name, module in quantised.named(model)

@@ -170,7 +170,7 @@ def measured_gradient(zero_stage: int) -> Gradient:
 
 
 def gradient_of_plain_pytorch(zero_stage: int, dtype: torch.dtype) -> Gradient:
-    """Of the same samples in one batch, with the plain loss."""
+    """Return the gradient of the same samples in one batch, with the plain loss."""
     model, objective = small(FAMILY_OF_STAGE[zero_stage]).to(dtype), CausalLM()
     batch = objective.collate(ragged_samples(7))
     return loss_and_gradient(model, objective.loss_sum(model, batch) / objective.count(batch))[1]

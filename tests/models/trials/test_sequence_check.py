@@ -1,4 +1,4 @@
-"""Which models may have their samples split over ranks is found by running a small one of their kind."""
+"""Whether samples of a model can be split over ranks is found by running a small one of their kind."""
 
 import pytest
 import transformers
@@ -13,7 +13,7 @@ from tests.engine.sequence.runs import model, plain_gradient
 
 
 def reason(kind: str, size: int = 2, pack: bool = False, **request: str) -> str:
-    """Why samples of this kind of model cannot be split; empty where they can."""
+    """Return why samples of this kind of model cannot be split; empty where they can."""
     try:
         check_sequence_parallel(resolve_request(Request(model=kind, **request)), size, pack=pack)
     except RequestError as error:

@@ -1,4 +1,4 @@
-"""What tests of `frugal check` share."""
+"""Fixtures of the tests of `frugal check`."""
 
 from collections.abc import Iterator
 from contextlib import closing

@@ -335,7 +335,7 @@ def test_every_other_field_of_the_examples_is_known(path: Path) -> None:
 
 
 def test_every_field_of_training_arguments_is_known_or_read() -> None:
-    """Of the installed transformers: what is new in it would be listed as unknown."""
+    """Take all fields of the installed transformers: a new one would be listed as unknown."""
     from dataclasses import fields
 
     from transformers import TrainingArguments

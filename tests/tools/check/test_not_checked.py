@@ -27,7 +27,7 @@ bf16: true
 
 
 def refusals(tmp_path: Path, text: str, name: str = "train.yaml") -> str:
-    """Why memory is not checked with these settings."""
+    """Return why memory is not checked with these settings."""
     (tmp_path / name).write_text(text)
     settings, _ = gather([tmp_path / name], {"model": TINY})
     return "; ".join(each.text for each in settings.refusals)

@@ -152,7 +152,7 @@ def is_found_by_a_search(plan: Plan, grid: dict[str, Any], entry: int) -> bool:
 
 
 def test_answers_are_what_a_search_finds_under_the_strategy(plan: Plan, computed: dict[str, Any]) -> None:
-    """Of several strategies, numbers of GPUs, cards and global batches."""
+    """Compare answers for several strategies, numbers of GPUs, cards and global batches."""
     grid, chance = computed["grid"], random.Random(20)
     own_card = [entry for entry, (values, _) in enumerate(settings_of(grid)) if values["card"] == plan.device_bytes]
     entries = (*chance.sample(own_card, 10), *chance.sample(range(len(grid["entries"])), 4))
