@@ -78,7 +78,8 @@ class _DryRuns:
 )
 @click.option(
     "--steps", "num_steps", type=click.IntRange(1, 100),
-    help="Calls of SCRIPT.py:STEP.  [default: 2; the second is like all later ones; of SCRIPT.py 1]",
+    help="Calls of SCRIPT.py:STEP, or optimizer steps after which SCRIPT.py is ended.  [default: 2, the second is like "
+    "all later ones; SCRIPT.py: to its end]",
 )  # fmt: skip
 @click.option(
     "--torch", "torch_version", metavar="VERSION",
@@ -93,7 +94,7 @@ def command(
     A plan.json is dry-run exactly. A model is dry-run with the planning flags given: what they leave open is as
     simple as possible (the lowest ZeRO stage, nothing recomputed or moved to the host, one sample per micro-step).
     Your own training step, SCRIPT.py:STEP, is dry-run as it is: the script has functions named as its parameters, and
-    what follows `--` in sys.argv. SCRIPT.py alone runs as a whole: tell it to take few steps.
+    what follows `--` in sys.argv. SCRIPT.py alone runs as a whole, or with --steps until so many optimizer steps.
     """
     if timeline is not None:
         timeline_files.check_file(timeline)
@@ -198,12 +199,16 @@ def _own_step(what: str, num_steps: int | None, torch_version: str | None, value
     silence_libraries()
     from frugal.tools.own_loop.run import NUM_STEPS, Script, dry_runs, version_of_torch  # torch takes seconds
 
-    num_steps = num_steps or (1 if what.endswith(".py") else NUM_STEPS)  # a script has a loop of its own
-    with waiting(f"dry-running {what}"), redirect_stdout(sys.stderr):  # what a script prints is not the answer
+    is_whole, calls = what.endswith(".py"), num_steps or NUM_STEPS  # a script has a loop of its own
+    is_endless = is_whole and num_steps is None
+    run = "to its end" if is_endless else plural(calls, "optimizer step" if is_whole else "step")
+    waits_for = f"dry-running {what}{' to its end (--steps 3: until 3 optimizer steps)' * is_endless}"
+    with waiting(waits_for), redirect_stdout(sys.stderr):  # what a script prints is not the answer
         version = version_of_torch(torch_version)
-        runs = dry_runs(lambda: Script.load(what), cluster, num_steps, torch_version=version)
+        steps = {"num_steps": 1, "ends_after": num_steps} if is_whole else {"num_steps": calls}
+        runs = dry_runs(lambda: Script.load(what), cluster, **steps, torch_version=version)
     gpus = plural(cluster.world_size, cluster.rank_noun)
-    title = [f"{what}, {plural(num_steps, 'step')} on {gpus}: {cluster.devices[0].name}"]
+    title = [f"{what}, {run} on {gpus}: {cluster.devices[0].name}"]
     return _DryRuns(title, runs, cluster, bool(cuda_allocator.expandable(os.environ)))
 
 

@@ -303,6 +303,35 @@ def test_a_whole_script_is_dry_run_as_its_main_program_with_its_arguments(here: 
     assert small["categories"]["parameters"] == 4 * 64**2
 
 
+ENDLESS = """
+import itertools, torch
+model, critic = torch.nn.Linear(256, 256).cuda(), torch.nn.Linear(256, 1).cuda()
+optimizers = [torch.optim.AdamW(each.parameters()) for each in (model, critic)]
+kept = []
+for step in itertools.count():
+    if step == 40: raise SystemExit("was not ended")
+    try:
+        critic(model(torch.ones(8, 256).cuda())).sum().backward()
+        kept.append(torch.zeros(2**20, device="cuda"))
+        for each in optimizers:
+            each.step()
+            each.zero_grad()
+    except Exception: pass
+"""
+
+
+def test_a_script_is_ended_once_an_optimizer_begins_one_step_more_than_asked_for(here: Path, capsys: Capture) -> None:
+    (here / "loop.py").write_text(ENDLESS)
+    allocated = {}
+    for steps in (1, 2, 5):
+        code, out, err = frugal(capsys, "dryrun", "loop.py", "--gpu", "t4", "--json", "--steps", str(steps))
+        assert code == 0, err
+        allocated[steps] = json.loads(out)["peak_allocated_bytes"]
+    assert allocated[2] - allocated[1] == 4 * 2**20 and allocated[5] - allocated[2] == 3 * 4 * 2**20
+    code, _, err = frugal(capsys, "dryrun", "loop.py", "--gpu", "t4")
+    assert code == 2 and "was not ended" in err
+
+
 def test_a_script_that_fails_is_named_with_its_line(here: Path, capsys: Capture) -> None:
     (here / "loop.py").write_text("import torch\nrows = {}\ntorch.zeros(2).cuda()\nrows['missing']\n")
     code, _, err = frugal(capsys, "dryrun", "loop.py", "--gpus", "1", "--mem", "4G")

@@ -22,8 +22,9 @@ import inspect
 import re
 import runpy
 import traceback
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,7 @@ from typing import Any
 import torch
 import torch._dynamo  # imported by the first operator that needs it, it would keep the frames of the script
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from frugal.config.hardware.cluster import ASSUMED_CAPABILITY, Cluster
 from frugal.config.schema import understand
@@ -101,7 +102,10 @@ def dry_run(
         settings["mem"] = "80G"
     _, cluster, _ = understand({name: value for name, value in settings.items() if value is not None})
     name = getattr(step, "__module__", None) or "the script"
-    build = {"expandable_segments": expandable_segments, "torch_version": version_of_torch(torch_version)}
+    build: dict[str, Any] = {
+        "expandable_segments": expandable_segments,
+        "torch_version": version_of_torch(torch_version),
+    }
     runs = dry_runs(lambda: Script(name, step, parts), cluster, steps, **build)
     result = predicted(runs, cluster, expandable_segments=expandable_segments)  # of the fullest rank
     notes = tuple(dict.fromkeys(note for each in runs for note in each.notes))
@@ -115,9 +119,11 @@ def version_of_torch(text: str | None) -> tuple[int, int] | None:
     return numbers and (int(numbers[1]), int(numbers[2]))
 
 
-def dry_runs(load: Callable[[], "Script"], cluster: Cluster, num_steps: int, **build: Any) -> list[DryRun]:
-    """Dry-run the ranks that may be the fullest. `load` is called for each, on the pretended card; `build`: of torch
-    and its allocator, see `LoopTracker`."""
+def dry_runs(
+    load: Callable[[], "Script"], cluster: Cluster, num_steps: int, *, ends_after: int | None = None, **build: Any
+) -> list[DryRun]:
+    """Dry-run the ranks that may be the fullest. `load` is called for each, on the pretended card; `ends_after`: see
+    `ending`; `build`: of torch and its allocator, see `LoopTracker`."""
     world_size = cluster.world_size
     ranks = range(world_size) if world_size <= MAX_RANKS else (0, world_size // 2, world_size - 1)
     device = min(cluster.devices, key=lambda device: device.usable_bytes)
@@ -142,6 +148,7 @@ def dry_runs(load: Callable[[], "Script"], cluster: Cluster, num_steps: int, **b
             transformers_internals.as_imported(),
             not_collected(),
             register_optimizer_step_post_hook(tracker.stepped),
+            register_optimizer_step_pre_hook(ending(ends_after)),
             pretended_card(tracker, device, capability),
         ):
             script = load()
@@ -180,6 +187,27 @@ def _follow(tracker: LoopTracker, part: Any) -> None:
         tracker.kept.append(lambda: stages.kept_by(part) or kept_by_model(part))
     elif isinstance(part, torch.optim.Optimizer):
         tracker.kept.append(lambda: kept_by_optimizer(part))
+
+
+class Ended(BaseException):
+    """The end of a script that took enough optimizer steps; no `except Exception` of the script stops it."""
+
+
+def ending(num_steps: int | None) -> Callable[..., None]:
+    """Return a hook that raises `Ended` when an optimizer begins its step `num_steps` + 1; None: never.
+
+    By then forward and backward of that step ran beside optimizer states. DeepSpeed's ZeRO-3 calls an optimizer once
+    for each group of parameters, so steps are counted by the first parameter.
+    """
+    begun: Counter[tuple[int, int]] = Counter()
+
+    def begin(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        first = next((id(each) for group in optimizer.param_groups for each in group["params"]), 0)
+        begun[id(optimizer), first] += 1
+        if num_steps is not None and begun[id(optimizer), first] > num_steps:
+            raise Ended
+
+    return begin
 
 
 BATCH = "batch"  # the one part that is made for every step
@@ -238,7 +266,7 @@ class Script:
                 self._made[BATCH] = made
                 del made
             arguments = self._arguments(self._step)
-            with failures(self.name, getattr(self._step, "__name__", None)):
+            with failures(self.name, getattr(self._step, "__name__", None)), suppress(Ended):
                 self._step(**arguments)
             del arguments
 
