@@ -31,7 +31,7 @@ from frugal import files, storages
 from frugal.checkpoint import manifest
 from frugal.checkpoint.manifest import MANIFEST, POINTER
 from frugal.checkpoint.progress import read_progress
-from frugal.config.run_settings import METRICS, RECORD, RunSettings
+from frugal.config.run_settings import CHECKPOINTS, METRICS, RECORD
 from frugal.distributed import rank_logs, stop
 from frugal.errors import CheckpointError, first_line
 
@@ -39,7 +39,6 @@ _OWNER = "mirror.json"
 """A random name of the run, here and there: who has another one leaves the other run's checkpoints alone."""
 
 _FILES = (_OWNER, "plan.json", "ds_config.json", RECORD, METRICS)
-_CHECKPOINTS = "checkpoints"
 _OBJECT_STORES = ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "oss", "hf")
 """Storages without folders: to make one there may create a bucket."""
 
@@ -96,7 +95,7 @@ class _Storage:
 
     def remove_checkpoint(self, name: str) -> None:
         """Remove a checkpoint, its manifest first."""
-        for path in (self.path(_CHECKPOINTS, name, MANIFEST), self.path(_CHECKPOINTS, name)):
+        for path in (self.path(CHECKPOINTS, name, MANIFEST), self.path(CHECKPOINTS, name)):
             with suppress(FileNotFoundError):
                 self.fs.rm(path, recursive=True)
 
@@ -108,9 +107,8 @@ class _Storage:
 class Mirror:
     """The copying of one run, on a thread."""
 
-    def __init__(self, settings: RunSettings) -> None:
-        assert settings.mirror is not None
-        self._address, self._out, self._checkpoints = settings.mirror, settings.out.absolute(), settings.checkpoints
+    def __init__(self, address: str, out: Path) -> None:
+        self._address, self._out, self._checkpoints = address, out.absolute(), out / CHECKPOINTS
         self._links = self._out / ".mirror"
         self._whole: dict[str, bytes] = {}  # manifests of the checkpoints that are whole there
         self._sent: set[tuple[str, str]] = set()  # names and SHA-256 of files of checkpoints that are not
@@ -167,7 +165,7 @@ class Mirror:
 
     def _copy(self) -> None:
         storage = _Storage(self._address)
-        there = storage.sizes(_CHECKPOINTS)
+        there = storage.sizes(CHECKPOINTS)
         if not self._owns(storage, there):
             rank_logs.to_console(f"warning: the mirror {self._address} holds another run: nothing is copied to it")
             self._is_refused = True
@@ -181,7 +179,7 @@ class Mirror:
                     raise
         names = {path.name for path in here}
         if here and here[0].name in self._whole:
-            storage.put(here[0].name.encode() + b"\n", _CHECKPOINTS, POINTER)
+            storage.put(here[0].name.encode() + b"\n", CHECKPOINTS, POINTER)
         for name in _FILES[1:]:
             if (self._out / name).exists():
                 storage.put(self._out / name, name)
@@ -204,7 +202,7 @@ class Mirror:
         listed = files.read_regular(path / MANIFEST, manifest.MOST_BYTES)
         if self._whole.get(path.name) == listed:
             return
-        there = storage.read(_CHECKPOINTS, path.name, MANIFEST)
+        there = storage.read(CHECKPOINTS, path.name, MANIFEST)
         if there != listed:
             if there is not None:
                 storage.remove_checkpoint(path.name)
@@ -212,14 +210,14 @@ class Mirror:
                 listed_files = manifest.read(held).files
                 for name, file in listed_files.items():
                     if (path.name + name, file.sha256) not in self._sent:
-                        storage.put(held / name, _CHECKPOINTS, path.name, name)
+                        storage.put(held / name, CHECKPOINTS, path.name, name)
                         self._sent.add((path.name + name, file.sha256))
-            sizes = storage.sizes(_CHECKPOINTS, path.name)
+            sizes = storage.sizes(CHECKPOINTS, path.name)
             for name, file in listed_files.items():
                 if sizes.get(name) != file.num_bytes:
                     self._sent.clear()
                     raise OSError(f"{path.name}/{name} has {sizes.get(name, 0)} of {file.num_bytes} bytes there")
-            storage.put(listed, _CHECKPOINTS, path.name, MANIFEST)
+            storage.put(listed, CHECKPOINTS, path.name, MANIFEST)
         self._whole[path.name] = listed
         self._sent.clear()
 
@@ -243,18 +241,21 @@ class Mirror:
 
 
 @contextmanager
-def beside(settings: RunSettings, rank: int) -> Iterator[Callable[[], None]]:
-    """Copy the run's folder while the `with` block runs, on rank 0; call the result after each checkpoint."""
-    if settings.mirror is None or rank != 0:
+def beside(address: str | None, out: Path, grace: float) -> Iterator[Callable[[], None]]:
+    """Copy the folder of a run while the `with` block runs; call the result after each checkpoint.
+
+    `address`: of the storage; None: nothing is copied. `grace`: seconds for what is left at the end.
+    """
+    if address is None:
         yield lambda: None
         return
-    mirror = Mirror(settings)
+    mirror = Mirror(address, out)
     try:
         yield mirror.wake
     except BaseException:
-        mirror.close(min(ENDING_SECONDS, settings.grace))
+        mirror.close(min(ENDING_SECONDS, grace))
         raise
-    mirror.close(settings.grace)
+    mirror.close(grace)
 
 
 def warn_if_unreachable(address: str) -> None:
@@ -268,41 +269,44 @@ def warn_if_unreachable(address: str) -> None:
         )
 
 
-def fetch_if_empty(settings: RunSettings) -> None:
-    """Bring the newest whole checkpoint of a run to resume, and its best one, into a folder that has none.
+def fetch_if_empty(address: str | None, out: Path) -> None:
+    """Bring the newest whole checkpoint of a run to resume, and its best one, into a folder `out` that has none.
+
+    `address`: of the storage; None: nothing is brought.
 
     Raises:
         CheckpointError: the storage cannot be read.
     """
-    if settings.mirror is None or not settings.resume or manifest.newest_checkpoint(settings.checkpoints) is not None:
+    if address is None or manifest.newest_checkpoint(out / CHECKPOINTS) is not None:
         return
-    storages.check("--mirror", settings.mirror)
+    storages.check("--mirror", address)
     try:
-        rank_logs.to_console(f"fetching the newest checkpoint from {settings.mirror}")
-        _fetch(_Storage(settings.mirror), settings)
+        rank_logs.to_console(f"fetching the newest checkpoint from {address}")
+        _fetch(_Storage(address), out)
     except Exception as error:  # a storage's library may raise anything
         raise CheckpointError(
-            f"cannot fetch a checkpoint from {settings.mirror}", because=storages.explained(error),
+            f"cannot fetch a checkpoint from {address}", because=storages.explained(error),
             hint="try again, or start without --resume",
         ) from None  # fmt: skip
 
 
-def _fetch(storage: _Storage, settings: RunSettings) -> None:
-    there = _steps(storage.sizes(_CHECKPOINTS))
-    latest = (storage.read(_CHECKPOINTS, POINTER) or b"").decode(errors="replace").strip()
+def _fetch(storage: _Storage, out: Path) -> None:
+    checkpoints = out / CHECKPOINTS
+    there = _steps(storage.sizes(CHECKPOINTS))
+    latest = (storage.read(CHECKPOINTS, POINTER) or b"").decode(errors="replace").strip()
     for name in sorted(there, key=lambda name: (name == latest, manifest.step_of(name)), reverse=True):
-        if (why := _fetch_checkpoint(storage, name, settings.checkpoints)) is None:
+        if (why := _fetch_checkpoint(storage, name, checkpoints)) is None:
             break
         rank_logs.to_console(f"refused a checkpoint of the mirror: {why}")
     else:
         return
-    best = read_progress(settings.checkpoints / name).best
+    best = read_progress(checkpoints / name).best
     if best is not None and (best_name := f"step-{best.step:06d}") in there - {name}:
-        _fetch_checkpoint(storage, best_name, settings.checkpoints)
-    files.write_file(settings.checkpoints / POINTER, name.encode() + b"\n")
+        _fetch_checkpoint(storage, best_name, checkpoints)
+    files.write_file(checkpoints / POINTER, name.encode() + b"\n")
     for each in _FILES:
-        if not (settings.out / each).exists() and (content := storage.read(each)) is not None:
-            files.write_file(settings.out / each, content)
+        if not (out / each).exists() and (content := storage.read(each)) is not None:
+            files.write_file(out / each, content)
 
 
 def _fetch_checkpoint(storage: _Storage, name: str, folder: Path) -> str | None:
@@ -310,10 +314,10 @@ def _fetch_checkpoint(storage: _Storage, name: str, folder: Path) -> str | None:
     aside = files.unfinished(folder / name)
     aside.mkdir(parents=True)
     try:
-        files.write_file(aside / MANIFEST, storage.read(_CHECKPOINTS, name, MANIFEST) or b"")
+        files.write_file(aside / MANIFEST, storage.read(CHECKPOINTS, name, MANIFEST) or b"")
         made_by = manifest.read(aside)
         for each in made_by.files:
-            storage.fs.get_file(storage.path(_CHECKPOINTS, name, each), str(aside / each))
+            storage.fs.get_file(storage.path(CHECKPOINTS, name, each), str(aside / each))
         if (damage := manifest.first_damage(aside, made_by, 0, 1)) is not None:
             return damage
         files.flush_all(aside)

@@ -11,7 +11,6 @@ from frugal.checkpoint.manifest import Manifest
 from frugal.checkpoint.progress import Progress
 from frugal.config.learning_rate import Curve
 from frugal.config.request import Request
-from frugal.config.run_settings import RunSettings
 from frugal.data.batches import Position
 from frugal.data.sources import Provenance
 from frugal.errors import PlanMismatchError, refuse
@@ -123,8 +122,8 @@ def _value(word: str, value: object) -> str:
     return f"no {word}" if value is None else f"{word} {value}"
 
 
-def check_progress(progress: Progress, settings: RunSettings, total_steps: int | None) -> None:
-    """Refuse to go on from this progress with another seed, or to a number of steps that is behind it.
+def check_progress(progress: Progress, out: Path, seed: int, total_steps: int | None) -> None:
+    """Refuse to continue the run in `out` with another seed, or to a number of steps that is behind it.
 
     `total_steps`: None where they are not known.
 
@@ -134,20 +133,22 @@ def check_progress(progress: Progress, settings: RunSettings, total_steps: int |
     refuse(
         (
             total_steps is not None and progress.step > total_steps,
-            f"the run in {settings.out} is at step {progress.step} already",
+            f"the run in {out} is at step {progress.step} already",
             f"it was to end at step {total_steps}",
             f"resume with --steps {progress.step + 1} or more; `frugal export` writes its model",
         ),
         (
-            progress.seed != settings.seed,
-            f"the run in {settings.out} was started with another seed",
-            f"its seed is {progress.seed}, this one is {settings.seed}",
+            progress.seed != seed,
+            f"the run in {out} was started with another seed",
+            f"its seed is {progress.seed}, this one is {seed}",
             "resume with the same --seed, or start anew with another --out",
         ),
     )
 
 
-def on_data(progress: Progress, data: Provenance, settings: RunSettings) -> tuple[Progress, tuple[str, ...]]:
+def on_data(
+    progress: Progress, data: Provenance, out: Path, *, accepts_changes: bool
+) -> tuple[Progress, tuple[str, ...]]:
     """Return the progress with which a run is resumed on data of this provenance, and what has changed, in words.
 
     On other data the place in the order means nothing, so an epoch begins, in which each sample comes once.
@@ -158,9 +159,9 @@ def on_data(progress: Progress, data: Provenance, settings: RunSettings) -> tupl
     if progress.data.fingerprint == data.fingerprint:
         return progress, ()
     changes = progress.data.changes(data)
-    if not settings.accept_changed_data:
+    if not accepts_changes:
         raise PlanMismatchError(
-            f"the data of the run in {settings.out} has changed since step {progress.step}",
+            f"the data of the run in {out} has changed since step {progress.step}",
             because=changes,
             hint="restore it, start anew with another --out, or continue with --accept-changed-data",
         )

@@ -108,7 +108,8 @@ def command(plan_path: Path | None, printed: commands.Launcher | None, preview: 
     if printed is None:
         return _start(job, plan)
     launch_request = commands.LaunchRequest(
-        plan=plan, plan_path=plan_path or job.settings.out / PLAN, hosts=job.hosts, settings=job.settings,
+        plan=plan, plan_path=plan_path or job.settings.out / PLAN, hosts=job.hosts,
+        run_arguments=job.settings.arguments(), grace=job.settings.grace,
         hostfile=Path(job.asked["hostfile"]) if job.hosts else None, port=job.how.master_port or DEFAULT_PORT,
     )  # fmt: skip
     click.echo(commands.printed(printed, launch_request))
@@ -151,7 +152,7 @@ def _job(values: dict[str, Any]) -> _Job:
     if settings.mirror:
         from frugal.checkpoint import mirror  # torch takes seconds
 
-        mirror.fetch_if_empty(settings)
+        mirror.fetch_if_empty(settings.mirror if settings.resume else None, settings.out)
     newest = manifest.newest_checkpoint(settings.checkpoints)
     if settings.resume:
         if newest is None:

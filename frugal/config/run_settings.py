@@ -54,6 +54,7 @@ TrainOn = Literal["completions", "all"]
 
 RECORD = "train.json"
 METRICS = "metrics.jsonl"
+CHECKPOINTS = "checkpoints"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -316,12 +317,16 @@ class RunSettings:
     @property
     def checkpoints(self) -> Path:
         """Folder of the run's checkpoints."""
-        return self.out / "checkpoints"
+        return self.out / CHECKPOINTS
+
+    @property
+    def of_run(self) -> dict[str, Any]:
+        """The settings of the run, by name, without those of one start."""
+        return {field.name: getattr(self, field.name) for field in fields(self) if field.name not in _OF_ONE_START}
 
     def record(self) -> bytes:
         """Return the text of `train.json`, from which a resumed run takes its settings."""
-        values = {field.name: getattr(self, field.name) for field in fields(self) if field.name not in _OF_ONE_START}
-        return msgspec.json.format(msgspec.json.encode(values | {"out": str(self.out)}), indent=2) + b"\n"
+        return msgspec.json.format(msgspec.json.encode(self.of_run | {"out": str(self.out)}), indent=2) + b"\n"
 
     def arguments(self) -> list[str]:
         """Return the words from which a rank parses these settings.

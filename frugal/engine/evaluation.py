@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass, field, replace
 
 from frugal.checkpoint.progress import BestSoFar, Progress
-from frugal.config.run_settings import BestMode, RunSettings
+from frugal.config.run_settings import BestMode
 from frugal.errors import refuse
 
 LOSS = "loss"
@@ -72,10 +72,9 @@ class Criterion:
 class Best:
     """The best evaluation of a run so far, beginning with the one in a checkpoint, and how many have come since."""
 
-    def __init__(self, settings: RunSettings, start: Progress) -> None:
-        self.criterion = Criterion.of(settings.best, settings.metric)
-        self._patience = settings.patience
-        self.so_far = start.best if start.best is not None and start.best.by == str(self.criterion) else None
+    def __init__(self, criterion: Criterion, patience: int | None, start: BestSoFar | None = None) -> None:
+        self.criterion, self._patience = criterion, patience
+        self.so_far = start if start is not None and start.by == str(criterion) else None
 
     def after(self, step: int, evaluation: Evaluation) -> bool:
         """Return whether the evaluation after `step` steps is the best so far. Raises as `Criterion.score`."""

@@ -13,7 +13,7 @@ from frugal.config.run_settings import METRICS, RunSettings
 from frugal.data.batches import GlobalBatch, GlobalBatches, prefetch
 from frugal.data.stream.samples import StreamBatches
 from frugal.engine.engine import Engine
-from frugal.engine.evaluation import Best, Evaluation
+from frugal.engine.evaluation import Best, Criterion, Evaluation
 from frugal.engine.measure.run_gauge import CHECKPOINT, EVALUATION, RunGauge
 from frugal.engine.reports.metrics import Log
 from frugal.errors import CheckpointError, NumbersError, OutOfMemoryError
@@ -42,7 +42,8 @@ def train(
     The next global batch is collated while the engine works on the last; a step's time includes what it waits for it.
     The first step has no optimizer states before it, so memory is compared with the plan after the second.
     """
-    now, best, gauge = start, Best(settings, start), gauge or RunGauge(engine)
+    best = Best(Criterion.of(settings.best, settings.metric), settings.patience, start.best)
+    now, gauge = start, gauge or RunGauge(engine)
     to_come = islice(batches.iterate(start.position), total_steps - start.step)
     prepared = prefetch(((batch, engine.prepare(batch)) for batch in to_come), engine.device)
     saver = Saver(

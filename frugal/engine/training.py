@@ -24,7 +24,7 @@ from frugal.deepspeed_adapter import kernels
 from frugal.distributed import env, rank_logs, rendezvous
 from frugal.engine import loop
 from frugal.engine.engine import Engine, initialize
-from frugal.engine.evaluation import Best
+from frugal.engine.evaluation import Best, Criterion
 from frugal.engine.extensions.callbacks import Callbacks
 from frugal.engine.extensions.metric import Metric
 from frugal.engine.measure.run_gauge import RunGauge
@@ -69,7 +69,7 @@ def _check_resumed(spec: ModelSpec, request: Request, settings: RunSettings, pla
         made_by, progress = manifest.read(path), read_progress(path)
     except ValueError:  # an older one is loaded then
         return
-    resume_checks.check_progress(progress, settings, settings.steps)
+    resume_checks.check_progress(progress, settings.out, settings.seed, settings.steps)
     recipe, shapes = resume_checks.recipe(request), made_by.shapes
     if made_by.recipe.get("optimizer") not in IMPLEMENTATIONS:  # of the model's own file, which is made with the engine
         recipe["optimizer"] = made_by.recipe.get("optimizer")
@@ -101,7 +101,7 @@ def train(plan: Plan, settings: RunSettings, device: torch.device) -> None:
     if (rank := env.rank()) == 0:
         trackers.check(settings.track)
         settings.check_addresses()
-        mirror.fetch_if_empty(settings)
+        mirror.fetch_if_empty(settings.mirror if settings.resume else None, settings.out)
     if settings.mirror is not None:
         rendezvous.wait_for_all("mirror")
     metric, callbacks = Metric.load(settings.metric), Callbacks.load(settings.callback)
@@ -135,9 +135,9 @@ def train(plan: Plan, settings: RunSettings, device: torch.device) -> None:
         if rank == 0:
             run_folder.record(plan, settings)
         size = plan.batch.largest_micro_batch, plan.batch.part_of(plan.request.seq_len)
-        asked = trackers.hyperparameters(plan, settings)
+        asked = trackers.hyperparameters(plan, settings.of_run)
         with (
-            mirror.beside(settings, rank) as copy,
+            mirror.beside(settings.mirror if rank == 0 else None, settings.out, settings.grace) as copy,
             _page_afterwards(settings.out, rank),
             Log(
                 settings.out, rank=rank, planned=PlannedMemory(plan.memory.live_bytes, size, plan.memory.phase_peaks),
@@ -147,7 +147,7 @@ def train(plan: Plan, settings: RunSettings, device: torch.device) -> None:
         ):  # fmt: skip
             log.published = copy
             log.start(**opening.record(plan, changes, is_resumed=settings.resume))
-            said = opening.lines(plan, settings, data, model, total_steps, start.step, changes)
+            said = opening.lines(plan, settings.too_long, settings.out, data, model, total_steps, start.step, changes)
             for line in (*said, *opening.remarks(plan, data, device, rank)):
                 log.say(line)
             if settings.resume and device.type == "cpu":
@@ -159,7 +159,7 @@ def train(plan: Plan, settings: RunSettings, device: torch.device) -> None:
                 engine, batches, settings, log, start=start, total_steps=total_steps, gauge=run_gauge,
                 evaluate=partial(engine.evaluate, data.validation, metric) if len(data.validation) else None,
             )  # fmt: skip
-            best = Best(settings, done)
+            best = Best(Criterion.of(settings.best, settings.metric), settings.patience, done.best)
             if best.is_over:
                 log.say(f"step {done.step}/{total_steps}  {best.why_over}")
             if done.step == total_steps or best.is_over:
@@ -227,7 +227,9 @@ def _start(
     if not settings.resume:
         return Progress(step=0, seed=settings.seed, data=data, learning_rate=curve), ()
     loaded = loading.load(engine, settings.checkpoints)
-    resume_checks.check_progress(loaded.progress, settings, total_steps)
-    start, data_changes = resume_checks.on_data(loaded.progress, data, settings)
+    resume_checks.check_progress(loaded.progress, settings.out, settings.seed, total_steps)
+    start, data_changes = resume_checks.on_data(
+        loaded.progress, data, settings.out, accepts_changes=settings.accept_changed_data
+    )
     start, rate_changes = resume_checks.on_curve(start, curve)
     return start, loaded.changes + data_changes + rate_changes

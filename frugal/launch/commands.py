@@ -12,7 +12,6 @@ import yaml  # type: ignore[import-untyped]  # its stubs are a package of their 
 
 from frugal.config.hardware import cuda_allocator
 from frugal.config.hardware.build_cluster import HostfileEntry
-from frugal.config.run_settings import RunSettings
 from frugal.distributed.connections.secret import SECRET_FILE
 from frugal.distributed.env import DEFAULT_PORT
 from frugal.errors import refuse
@@ -46,6 +45,8 @@ class LaunchRequest:
     Attributes:
         plan_path: where the ranks find the plan.
         hosts: the nodes, where a hostfile names them.
+        run_arguments: of every rank, for the run's settings.
+        grace: seconds in which ranks may end.
         port: of the rendezvous on the first node.
     """
 
@@ -53,7 +54,8 @@ class LaunchRequest:
     plan_path: Path
     hosts: Sequence[HostfileEntry]
     hostfile: Path | None
-    settings: RunSettings
+    run_arguments: Sequence[str]
+    grace: int
     port: int = DEFAULT_PORT
 
     @property
@@ -79,7 +81,7 @@ class LaunchRequest:
     @property
     def rank_arguments(self) -> list[str]:
         """The arguments of every rank."""
-        return ["--plan", str(self.plan_path), *self.settings.arguments()]
+        return ["--plan", str(self.plan_path), *self.run_arguments]
 
     @property
     def node_words(self) -> list[str]:
@@ -171,7 +173,7 @@ def _kubernetes(launch: LaunchRequest) -> str:
         launch.environment() | {"MASTER_PORT": str(launch.port)},
         num_nodes=len(launch.slots),
         num_gpus=0 if launch.is_cpu else launch.slots[0],
-        grace=launch.settings.grace,
+        grace=launch.grace,
     )
 
 

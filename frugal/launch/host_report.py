@@ -31,7 +31,7 @@ import psutil  # type: ignore[import-untyped]  # has no types
 from frugal.config.hardware import local_host
 from frugal.config.hardware.build_cluster import HostfileEntry
 from frugal.config.hardware.cluster import DeviceKind
-from frugal.config.run_settings import RunSettings
+from frugal.config.run_settings import CHECKPOINTS
 from frugal.config.schema import parse
 from frugal.distributed import env
 from frugal.distributed.process_group import free_port
@@ -240,7 +240,7 @@ def collect_reports(
     `folder` is the run's: all hosts must share it, or where it does not exist yet, the one that it will be in. With
     `probe` every GPU is tried, which takes seconds.
     """
-    with _token(RunSettings(out=folder).checkpoints) as token, ThreadPoolExecutor(min(len(hosts), 64)) as pool:
+    with _token(folder / CHECKPOINTS) as token, ThreadPoolExecutor(min(len(hosts), 64)) as pool:
         line = command(
             [
                 sys.executable, "-m", "frugal.launch.host_report", "--folder", str(folder), "--token", str(token),
@@ -267,7 +267,7 @@ def collect_from_ranks(
     """
     from frugal.distributed import rendezvous  # torch takes seconds
 
-    with _token(RunSettings(out=folder).checkpoints) if env.rank() == 0 else nullcontext() as own:
+    with _token(folder / CHECKPOINTS) if env.rank() == 0 else nullcontext() as own:
         token = Path(rendezvous.share("token", str(own), str))
         report = collect(folder, token, cuda=kind == "cuda")
         missing = UnreachableHost(f"did not come within {ASK_SECONDS} s: was the command started there?")

@@ -10,10 +10,11 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from frugal.checkpoint.manifest import newest_checkpoint
 from frugal.checkpoint.run_folder import make_folder
-from frugal.config.run_settings import RunSettings
+from frugal.config.run_settings import CHECKPOINTS, RunSettings
 from frugal.distributed import stop
 from frugal.distributed.first_failure import FailureReport
 from frugal.distributed.rank_logs import to_console
@@ -60,7 +61,7 @@ def supervise(
                 to_console(f"error: {settings.out}, the run's folder, was deleted or moved: not started again")
                 code = CheckpointError.exit_code
             return code
-        end = judge(code, report, settings)
+        end = judge(code, report, settings.out)
         if code:
             after_run.note_end(settings.out, began, end.why)
         if end.is_final:
@@ -89,9 +90,9 @@ def supervise(
     raise AssertionError("the loop returns")
 
 
-def judge(code: int, report: FailureReport | None, settings: RunSettings) -> RunEnd:
-    """Return how a run ended, from its exit code and the report of the rank that failed first."""
-    saved = newest_checkpoint(settings.checkpoints)
+def judge(code: int, report: FailureReport | None, out: Path) -> RunEnd:
+    """Return how the run in `out` ended, from its exit code and the report of the rank that failed first."""
+    saved = newest_checkpoint(out / CHECKPOINTS)
     number, is_final = _signal_of(code), code == 0
     if report is not None and (report.code in FINAL_CODES or report.code > 128):  # a signal to stop, or a second one
         code, why = report.code, _why(report)
@@ -107,7 +108,7 @@ def judge(code: int, report: FailureReport | None, settings: RunSettings) -> Run
         why = "the run ended without a message from its ranks"
     step = 0
     with suppress(RequestError):  # there is no record of one
-        step = next((each.step for each in reversed(read_history(settings.out).steps)), 0)
+        step = next((each.step for each in reversed(read_history(out).steps)), 0)
     return RunEnd(code, why, is_final, step, None if saved is None else saved.name)
 
 

@@ -48,15 +48,15 @@ def run_in(folder: Path, address: str = ADDRESS, **settings: Any) -> RunSettings
 
 
 def copied(settings: RunSettings, seconds: float = 20.0) -> None:
-    copy = mirror.Mirror(settings)
+    copy = mirror.Mirror(str(settings.mirror), settings.out)
     copy.wake()
     copy.close(seconds)
 
 
 def fetched(folder: Path, address: str = ADDRESS) -> RunSettings:
     """The settings of a run on an empty disk, after fetching."""
-    settings = run_in(folder, address, resume=True)
-    mirror.fetch_if_empty(settings)
+    settings = run_in(folder, address)
+    mirror.fetch_if_empty(address, settings.out)
     return settings
 
 
@@ -133,7 +133,7 @@ def test_an_empty_disk_gets_the_newest_checkpoint_and_what_a_run_is_resumed_with
 def test_checkpoints_that_were_pruned_here_are_removed_there(tmp_path: Path, store: dict[str, Any]) -> None:
     settings = run_in(tmp_path)
     first = checkpoint(settings, 100)
-    copy = mirror.Mirror(settings)
+    copy = mirror.Mirror(ADDRESS, settings.out)
     copy.wake()
     wait_for(store, 100)
     files.remove(first)
@@ -171,7 +171,7 @@ def test_a_cut_connection_is_said_once_and_tried_again(
     settings = run_in(tmp_path)
     checkpoint(settings, 100)
     cut(4)
-    copy = mirror.Mirror(settings)
+    copy = mirror.Mirror(ADDRESS, settings.out)
     copy.wake()
     time.sleep(0.2)
     cut(10**9)
@@ -194,7 +194,7 @@ def test_a_slow_storage_gets_all_of_a_checkpoint_that_is_removed_meanwhile(
 
     monkeypatch.setattr(MemoryFileSystem, "put_file", slow)
     first = checkpoint(settings, 100)
-    copy = mirror.Mirror(settings)
+    copy = mirror.Mirror(ADDRESS, settings.out)
     copy.wake()
     assert waiting.wait(20)
     files.remove(first)
@@ -231,7 +231,7 @@ def test_a_storage_without_an_answer_is_not_waited_for_and_what_it_lacks_is_said
     monkeypatch.setattr(MemoryFileSystem, "put_file", lambda *_, **__: forever.wait(60))
     checkpoint(settings, 100)
     monkeypatch.setattr(stop, "under_way", "the step")
-    with mirror.beside(run_in(tmp_path, grace=1), rank=0) as copy:
+    with mirror.beside(ADDRESS, settings.out, grace=1) as copy:
         copy()
     assert stop.under_way == f"the copy to the mirror {ADDRESS}", "for a signal that comes now"
     forever.set()

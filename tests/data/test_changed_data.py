@@ -10,7 +10,6 @@ import pytest
 
 from frugal.checkpoint import resume_checks
 from frugal.checkpoint.progress import Progress
-from frugal.config.run_settings import RunSettings
 from frugal.data import build
 from frugal.data.batches import Position
 from frugal.data.sources import Provenance
@@ -69,9 +68,8 @@ PROGRESS = Progress(step=40, position=Position(2, 5), data=DATA, seed=1)
 
 
 def go_on(now: Provenance, *, seed: int = 1, accept: bool = False) -> tuple[Progress, tuple[str, ...]]:
-    settings = RunSettings(seed=seed, accept_changed_data=accept, out=Path("run"), resume=True)
-    resume_checks.check_progress(PROGRESS, settings, None)
-    return resume_checks.on_data(PROGRESS, now, settings)
+    resume_checks.check_progress(PROGRESS, Path("run"), seed, None)
+    return resume_checks.on_data(PROGRESS, now, Path("run"), accepts_changes=accept)
 
 
 def test_changed_data_and_another_seed_are_refused() -> None:

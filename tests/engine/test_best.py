@@ -14,7 +14,7 @@ from frugal.checkpoint import loading, saving
 from frugal.checkpoint.progress import Progress
 from frugal.config.run_settings import RunSettings
 from frugal.data.batches import GlobalBatches
-from frugal.engine.evaluation import Best, Evaluation
+from frugal.engine.evaluation import Best, Criterion, Evaluation
 from frugal.errors import RequestError
 from tests.engine.engines import plan_here, run_loop, running
 from tests.engine.small_models import ragged_samples
@@ -26,33 +26,37 @@ def measured(value: float, **metrics: float) -> Evaluation:
     return Evaluation(loss=value, targets=1, samples=1, metrics=metrics)
 
 
+def best_of(settings: RunSettings, progress: Progress) -> Best:
+    return Best(Criterion.of(settings.best, settings.metric), settings.patience, progress.best)
+
+
 def test_the_best_is_the_smallest_loss_or_the_largest_of_a_metric_or_what_was_asked() -> None:
     start = Progress(step=0)
-    by_loss = Best(RunSettings(), start)
+    by_loss = best_of(RunSettings(), start)
     improved = [by_loss.after(step, measured(loss)) for step, loss in enumerate([3.0, 2.0, 2.0, float("nan")])]
     assert improved == [True, True, False, False]
     settings = RunSettings(metric="m.py:scores")
     for asked in (settings, replace(settings, best="error:min")):
-        by_metric = Best(asked, start)
+        by_metric = best_of(asked, start)
         improved = [
             by_metric.after(step, measured(1.0, f1=f1, error=1 - f1)) for step, f1 in enumerate([0.2, 0.1, 0.3])
         ]
         assert improved == [True, False, True]
     with pytest.raises(RequestError, match="--best recall is nothing that was measured\n  because there is loss, f1"):
-        Best(replace(settings, best="recall"), start).after(1, measured(1.0, f1=0.5))
+        best_of(replace(settings, best="recall"), start).after(1, measured(1.0, f1=0.5))
 
 
 def test_patience_counts_on_after_a_resume_unless_another_number_is_asked_for() -> None:
     settings = RunSettings(patience=2, eval_every=1)
-    best = Best(settings, Progress(step=0))
+    best = best_of(settings, Progress(step=0))
     for step, loss in enumerate([3.0, 2.0, 2.5], 1):
         best.after(step, measured(loss))
     assert not best.is_over
-    resumed = Best(settings, Progress(step=3, best=best.so_far))
+    resumed = best_of(settings, Progress(step=3, best=best.so_far))
     resumed.after(4, measured(2.1))
     assert resumed.is_over
     assert resumed.why_over == "stopped early: no evaluation since step 2 had a better loss than 2 (--patience 2)"
-    other = Best(replace(settings, metric="m.py:f1"), Progress(step=3, best=best.so_far))
+    other = best_of(replace(settings, metric="m.py:f1"), Progress(step=3, best=best.so_far))
     assert other.after(4, measured(2.1, f1=0.0))
 
 
@@ -71,7 +75,7 @@ def train(folder: Path, **changes: Any) -> tuple[list[str], int, list[float], fl
         evaluate = partial(engine.evaluate, SAMPLES[:5], worse_after_two)
         done = run_loop(engine, GlobalBatches(SAMPLES, global_batch=6), settings, evaluate=evaluate)
         checkpoints = sorted((folder / "checkpoints").glob("step-*"))
-        path = saving.best_of(checkpoints, Best(settings, done).criterion.score)
+        path = saving.best_of(checkpoints, best_of(settings, done).criterion.score)
         loading.load(engine, folder / "checkpoints", only=path.name if path else None)
         loss = engine.evaluate(SAMPLES[:5]).loss
     losses = [record["loss"] for record in records(folder) if record["event"] == "evaluation"]

@@ -47,14 +47,14 @@ TAKEN = said(0, 2, "error: port 29501 cannot be used\n  because Address already 
 def test_what_the_ranks_reported_decides(
     code: int, report: FailureReport | None, expected: tuple[int, str, bool], tmp_path: Path
 ) -> None:
-    end = judge(code, report, RunSettings(out=tmp_path))
+    end = judge(code, report, tmp_path)
     assert (end.code, end.why, end.is_final) == expected
 
 
 def test_a_folder_says_how_far_a_run_came(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"event": "step", "step": 7}\n{"event": "step", "st')
     (tmp_path / "checkpoints" / "step-000005").mkdir(parents=True)
-    end = judge(-9, None, RunSettings(out=tmp_path))
+    end = judge(-9, None, tmp_path)
     assert (end.step, end.checkpoint) == (7, "step-000005")
 
 

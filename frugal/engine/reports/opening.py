@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,7 +12,6 @@ from frugal.checkpoint.resume_checks import describe_changes
 from frugal.config import sample_lengths
 from frugal.config.hardware import local_host
 from frugal.config.hardware.cluster import unlike
-from frugal.config.run_settings import RunSettings
 from frugal.data.corpus import RunData
 from frugal.data.mixture import Mixture, epoch_indices
 from frugal.data.stream.samples import SampleStream
@@ -63,7 +63,8 @@ def describe(plan: Plan, too_long: sample_lengths.TooLong, data: RunData, total_
 
 def lines(
     plan: Plan,
-    settings: RunSettings,
+    too_long: sample_lengths.TooLong,
+    out: Path,
     data: RunData,
     model: nn.Module,
     total_steps: int,
@@ -72,9 +73,9 @@ def lines(
 ) -> Iterator[str]:
     """Yield what is trained on what; `changes`: what is not as it was when the run stopped."""
     yield origin(data, model)
-    yield describe(plan, settings.too_long, data, total_steps, steps_done)
+    yield describe(plan, too_long, data, total_steps, steps_done)
     if changes:
-        yield describe_changes(changes, steps_done, settings.out)
+        yield describe_changes(changes, steps_done, out)
 
 
 def record(plan: Plan, changes: tuple[str, ...], *, is_resumed: bool) -> dict[str, Any]:

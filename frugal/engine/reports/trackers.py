@@ -22,7 +22,6 @@ from typing import Any
 import msgspec
 
 from frugal import files
-from frugal.config.run_settings import RunSettings
 from frugal.errors import RequestError, failure, first_line, logger, refuse
 from frugal.planning.plan import Plan
 
@@ -31,7 +30,7 @@ RECORD = "trackers.json"
 
 _GROUPS = {"step": "train", "evaluation": "eval", "test": "test", "train": "final_train"}
 _CURVES = ("loss", "perplexity", "learning_rate", "grad_norm", "tokens_per_second", "memory_bytes")
-_OF_ONE_START = ("resume", "accept_changed_data", "out", "track", "grace")
+_OF_NO_RUN = {"out", "track", "grace"}
 
 
 def check(names: Sequence[str]) -> None:
@@ -95,10 +94,10 @@ class Trackers:
                 logger.warning("the tracker %s is left out from here on: %s", name, first_line(error))
 
 
-def hyperparameters(plan: Plan, settings: RunSettings) -> dict[str, bool | int | float | str]:
-    """Return the request, the settings and the decisions of a run, as trackers take them."""
+def hyperparameters(plan: Plan, settings: Mapping[str, Any]) -> dict[str, bool | int | float | str]:
+    """Return the request, the `settings` and the decisions of a run, as trackers take them."""
     asked = {field.name: getattr(plan.request, field.name) for field in fields(plan.request)}
-    run = {field.name: getattr(settings, field.name) for field in fields(settings) if field.name not in _OF_ONE_START}
+    run = {name: value for name, value in settings.items() if name not in _OF_NO_RUN}
     decided = {
         "learning_rate": plan.request.scaled_learning_rate,
         "world_size": plan.batch.world_size,

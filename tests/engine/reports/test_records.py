@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from bench.runs import records
-from frugal.config.run_settings import METRICS, RunSettings
+from frugal.config.run_settings import METRICS
 from frugal.engine.reports.metrics import Records
 from frugal.errors import FrugalError
 from frugal.launch import restart
@@ -84,7 +84,7 @@ def test_nobody_waits_for_what_is_no_file_which_is_renamed_and_the_run_goes_on(
 ) -> None:
     path = tmp_path / METRICS
     make(path)
-    assert restart.judge(-9, None, RunSettings(out=tmp_path)).step == 0
+    assert restart.judge(-9, None, tmp_path).step == 0
     with pytest.raises(FrugalError, match="cannot read the records of"):
         read_history(tmp_path)
     metrics = Records(path, 0)  # at a start or a resume
@@ -113,7 +113,7 @@ def test_lines_that_are_no_records_are_left_out_at_a_resume_and_counted(
 @pytest.mark.parametrize("content", [b"[1]\n7\nnull\n", b"\x00\xff\xfe\n" * 9, b"[" * 300_000 + b"\n"])
 def test_a_supervisor_that_cannot_read_the_records_counts_from_the_checkpoint(content: bytes, tmp_path: Path) -> None:
     (tmp_path / METRICS).write_bytes(content)
-    assert restart.judge(-9, None, RunSettings(out=tmp_path)).step == 0
+    assert restart.judge(-9, None, tmp_path).step == 0
 
 
 def in_memory_of(num_bytes: int, work: Callable[[], object]) -> int:
@@ -144,7 +144,7 @@ def test_one_endless_line_takes_no_memory(size: int, memory: int, tmp_path: Path
     def work() -> None:
         history = read_history(tmp_path)
         assert [each.step for each in history.steps] == [1, 2] and history.num_broken == 1
-        assert restart.judge(-9, None, RunSettings(out=tmp_path)).step == 2
+        assert restart.judge(-9, None, tmp_path).step == 2
         Records(tmp_path / METRICS, 1).close(in_error=False)
         assert steps_of(tmp_path) == [1]
 

@@ -37,7 +37,7 @@ def hyperparameters(folder: Path) -> dict[str, Any]:
 
 def test_tensorboard_shows_the_curves_of_a_run_and_of_its_resume_and_what_was_asked(tmp_path: Path) -> None:
     plan = plan_by_hand(world_size=2, global_batch=8, micro_batch=2, zero_stage=2, request={"learning_rate": 1e-3})
-    asked = trackers.hyperparameters(plan, RunSettings(steps=5, data=("a.txt", "b.txt")))
+    asked = trackers.hyperparameters(plan, RunSettings(steps=5, data=("a.txt", "b.txt")).of_run)
     log, _ = logged(tmp_path, 5, trackers=Trackers(["tensorboard"], tmp_path, asked, 0))
     with log:
         log.memory(2, 3 << 20)
