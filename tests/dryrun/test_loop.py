@@ -16,6 +16,7 @@ from frugal.tools.own_loop import autocast
 from frugal.tools.own_loop.card import COMPILED
 from frugal.tools.own_loop.reference import names_a_step
 from tests.commands import Capture, frugal
+from tests.dryrun import counters
 
 BENCH = Path(__file__).parents[2] / "bench"
 LOOPS = BENCH / "loops"
@@ -408,6 +409,13 @@ def test_peaks_count_from_where_a_loop_resets_them_and_segments_until_the_cache_
 
     package.dry_run(step, mem="8G", steps=1)
     assert seen == [(80, 80), (16, 80), (48, 48)]
+
+
+@pytest.mark.parametrize("seed", range(counters.SEEDS))
+def test_the_counters_of_the_card_are_torchs_own_after_each_step(seed: int) -> None:
+    counted: list[list[list[int]]] = []
+    package.dry_run(lambda: counted.append(counters.walk(seed)), gpu="rtx3060-12g", steps=1)
+    assert counted[0] == json.loads(counters.RECORD.read_text())[seed]
 
 
 def test_operators_of_inference_mode_are_seen_in_their_parts() -> None:

@@ -376,7 +376,7 @@ def _on_torch_cuda(tracker: LoopTracker, device: Device, capability: Capability)
         "get_device_capability": capability, "get_device_properties": properties,
         "init": None, "synchronize": None, "set_device": None,
         "ipc_collect": None, "manual_seed": None, "manual_seed_all": None, "seed": None,
-        "reset_max_memory_allocated": None, "set_per_process_memory_fraction": None,
+        "set_per_process_memory_fraction": None,
         "reset_accumulated_memory_stats": None, "memory_summary": "", "get_arch_list": ["sm_80", "sm_90"],
         "utilization": 0, "set_rng_state": None, "_lazy_init": None, "set_stream": None,
         "is_current_stream_capturing": False, "can_device_access_peer": False,
@@ -384,20 +384,18 @@ def _on_torch_cuda(tracker: LoopTracker, device: Device, capability: Capability)
     table: dict[str, Any] = {key: _always(value) for key, value in constant.items()}
     table |= {
         "is_bf16_supported": lambda including_emulation=True: including_emulation or capability >= (8, 0),
-        "mem_get_info": lambda *_: (total_bytes - tracker.replays().under().peak_reserved_bytes, total_bytes),
+        "mem_get_info": lambda *_: (total_bytes - device.context_bytes - tracker.current[1], total_bytes),
         "empty_cache": tracker.empty_cache,
-        "memory_allocated": lambda *_: tracker.allocated_bytes,
+        "memory_allocated": lambda *_: tracker.current[0],
         "max_memory_allocated": lambda *_: tracker.peaks[0],
-        "memory_reserved": lambda *_: tracker.replays().under().peak_reserved_bytes,
+        "memory_reserved": lambda *_: tracker.current[1],
         "max_memory_reserved": lambda *_: tracker.peaks[1],
-        "reset_peak_memory_stats": tracker.reset_peaks,
+        "reset_peak_memory_stats": tracker.reset_peaks, "reset_max_memory_allocated": tracker.reset_peaks,
+        "reset_max_memory_cached": tracker.reset_peaks,
         "memory_stats": lambda *_: defaultdict(int, {
             f"{what}_bytes.all.{when}": value
-            for when, *values in (
-                ("current", tracker.allocated_bytes, tracker.replays().under().peak_reserved_bytes),
-                ("peak", *tracker.peaks),
-            )
-            for what, value in zip(("allocated", "reserved"), values, strict=True)
+            for when, (allocated, reserved) in (("current", tracker.current), ("peak", tracker.peaks))
+            for what, value in (("allocated", allocated), ("active", allocated), ("reserved", reserved))
         }),
         "get_rng_state": lambda *_: torch.zeros(16, dtype=torch.uint8),
         "Stream": PretendedStream, "Event": PretendedStream, "device": PretendedStream, "stream": PretendedStream,

@@ -293,10 +293,13 @@ class LoopTracker(Tracker):
         self._timeline.empty_cache()
 
     @property
-    def allocated_bytes(self) -> int:
-        """Return `torch.cuda.memory_allocated`."""
-        live = sum(-(-self._timeline.fixed[index] // 512) * 512 for index in self._storage.values())
-        return live + len(self._has_workspace) * self._workspace_bytes + len(self._has_lt) * self._lt_bytes
+    def _now(self) -> tuple[int, int]:
+        return len(self._timeline.events), len(self._timeline.empties)
+
+    @property
+    def current(self) -> tuple[int, int]:
+        """Return `torch.cuda.memory_allocated` and `torch.cuda.memory_reserved`."""
+        return self.replays().peaks_from(*self._now)
 
     def replays(self) -> Replays:
         """Return replays of the allocator, with everything until now."""
@@ -311,7 +314,7 @@ class LoopTracker(Tracker):
 
     def reset_peaks(self, *_: Any) -> None:
         """Let `peaks` count from here, as `torch.cuda.reset_peak_memory_stats`."""
-        self._peaks_from = len(self._timeline.events), len(self._timeline.empties)
+        self._peaks_from = self._now
 
     @property
     def peaks(self) -> tuple[int, int]:
