@@ -35,6 +35,7 @@ NAMES = (
     *needed("torch", "masks of packs are made where they are read", "Tensor._make_wrapper_subclass"),
     *needed("torch.utils._device:DeviceContext", "default devices", "__init__(self, device)"),
     *needed("torch", "operators made of others", "_C.DispatchKey.CompositeImplicitAutograd"),
+    *needed("torch.library:Library", "kernels of meta tensors", "__init__:m"),
     *needed("torch._ops:OpOverload", "operators", "_schema", "decompose", "has_kernel_for_dispatch_key"),
     *needed("torch.autograd.graph", "autograd's own frame", "_engine_run_backward"),
     *needed("torch.utils.checkpoint", "comparing recomputed tensors", "_allowed_determinism_checks_to_fns"),
@@ -224,7 +225,7 @@ def schema(operator: Any) -> Any:
 def is_composite(operator: Any) -> bool:
     """Return whether a device runs an operator's parts instead of itself: unlike `silu_backward`, it has no kernel."""
     has_kernel, keys = operator.has_kernel_for_dispatch_key, torch._C.DispatchKey
-    return has_kernel(keys.CompositeImplicitAutograd) and not has_kernel(keys.CPU)
+    return has_kernel(keys.CompositeImplicitAutograd) and not any(map(has_kernel, (keys.CPU, keys.Meta)))
 
 
 counting_versions: Context = partial(torch._C._SetExcludeDispatchKeyGuard, torch._C.DispatchKey.ADInplaceOrView, False)
@@ -263,15 +264,17 @@ def with_kernels(key: str, kernels: Iterable[tuple[str, Callable[..., Any]]]) ->
         with without_functions():
             return kernel(*args, **kwargs)
 
-    library = torch.library.Library("aten", "IMPL", key)
+    library: Any = torch.library.Library("aten", "IMPL", key)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that kernels are replaced
         for name, kernel in kernels:
-            library.impl(name, partial(call, kernel))
+            library.m.impl(name, key, partial(call, kernel), False)  # `library.impl` refuses meta ones of composites
+    is_composite.cache_clear()
     try:
         yield
     finally:
         del library  # which restores the kernels
+        is_composite.cache_clear()
 
 
 DEVICE_CONTEXT = torch.utils._device.DeviceContext

@@ -2,7 +2,7 @@
 
     python -m tests.dryrun.counters
 
-repeats it on an emulated card and writes `tests/measured/counters.json`.
+repeats it on an emulated card and writes `counters.json` beside this file.
 """
 
 import json
@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-RECORD = Path(__file__).parents[1] / "measured" / "counters.json"
+RECORD = Path(__file__).with_suffix(".json")
 SEEDS, STEPS = 3, 60
 
 

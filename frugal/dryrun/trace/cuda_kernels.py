@@ -71,18 +71,23 @@ class AttentionCall:
 
 
 @contextmanager
-def kernels_of(kind: DeviceKind, capability: Capability = ASSUMED_CAPABILITY) -> Iterator[None]:
-    """Run attention, dropout, softmax and the tiled loss on meta with the kernels of a `kind` device inside the `with`
-    block, and autocast of meta tensors as switched off.
+def kernels_of(
+    kind: DeviceKind, capability: Capability = ASSUMED_CAPABILITY, torch_version: tuple[int, int] | None = None
+) -> Iterator[None]:
+    """Run attention, dropout, softmax, norms and the tiled loss on meta with the kernels of a `kind` device inside the
+    `with` block, and autocast of meta tensors as switched off.
 
-    `capability`: of a `cuda` device, whose packs attend document by document, or with a mask.
+    `capability`: of a `cuda` device, whose packs attend document by document, or with a mask. `torch_version`: None is
+    the one that frugal is made for.
     """
     is_cuda = kind == "cuda"
+    has_all = torch_version is None or torch_version > _LAST_WITHOUT_FUSED_RMS_NORM
     attention = partial(cuda_attention, capability) if is_cuda else partial(cpu_attention)
     with (
         patch.object(F, "scaled_dot_product_attention", attention),
         patch.object(F, "dropout", fused_dropout if is_cuda else _dropout),
         torch_internals.with_kernels(torch_internals.COMPOSITE, _SOFTMAX if is_cuda else ()),
+        torch_internals.with_kernels("Meta", _OF_CUDA_ALONE[: None if has_all else 1] if is_cuda else ()),
         # torch's own takes no meta tensors; it keeps what BatchNorm keeps, and sums of a few bytes between ranks
         patch.object(nn.SyncBatchNorm, "forward", nn.BatchNorm1d.forward),
         patch.object(packs, "capability_of", lambda _device: capability if is_cuda else None),
@@ -301,6 +306,23 @@ def softmax(kernel: Callable[..., Tensor], values: Tensor, dim: int, dtype: torc
         return kernel(values, dim, True)
     return kernel(values if dtype is None else values.to(dtype), dim, False)
 
+
+def fused_rms_norm(
+    input: Tensor, normalized_shape: list[int], weight: Tensor | None, eps: float | None
+) -> tuple[Tensor, Tensor]:
+    """Return what CUDA's `_fused_rms_norm` makes: the output, and a statistic of each row, at least fp32."""
+    rows = (*input.shape[: input.dim() - len(normalized_shape)], *(1 for _ in normalized_shape))
+    statistic = input.new_empty(rows, dtype=torch.promote_types(input.dtype, torch.float32))
+    return torch.empty_like(input, memory_format=torch.contiguous_format), statistic
+
+
+_OF_CUDA_ALONE = (
+    ("mish_backward", lambda _gradient, input: torch.empty_like(input)),
+    ("_fused_rms_norm", fused_rms_norm),
+)
+"""Operators that have a kernel on CUDA, and are made of others on meta: all of torch 2.13 but `silu_backward`."""
+
+_LAST_WITHOUT_FUSED_RMS_NORM = (2, 8)
 
 _SOFTMAX = (
     ("softmax.int", partial(softmax, aten._softmax.default)),

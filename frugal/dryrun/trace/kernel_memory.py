@@ -200,7 +200,7 @@ def _embedding_backward(args: tuple[Any, ...], _: Capability, any_size: bool) ->
     """
     gradient, indices, vocabulary = args[:3]
     tokens, width = indices.numel(), gradient.shape[-1]
-    copies = [] if gradient.is_contiguous() else [gradient.nbytes]
+    copies = [each.nbytes for each in (gradient, indices) if not each.is_contiguous()]
     if tokens <= 3072 and not any_size:
         return (*copies, OUTPUTS)
     one, first = tokens * indices.element_size(), len(copies) + 1
@@ -276,6 +276,8 @@ _STEPS: dict[object, Callable[[tuple[Any, ...], Capability, bool], Steps]] = {
     aten._scaled_dot_product_flash_attention_backward.default: _flash_backward,
     aten._scaled_dot_product_efficient_attention.default: _efficient,
     aten._scaled_dot_product_efficient_attention_backward.default: _efficient_backward,
+    # `Embedding.cpp`: indices in one row
+    aten.embedding.default: lambda args, *_: NO_STEPS if args[1].is_contiguous() else (args[1].nbytes, OUTPUTS),
     aten.embedding_dense_backward.default: _embedding_backward,
     # `cuda/SoftMax.cu`, `softmax_backward_cuda_out`: the product of gradient and output
     aten._softmax_backward_data.default: lambda args, *_: (OUTPUTS, args[0].nbytes),

@@ -144,7 +144,7 @@ def dry_runs(
                 pinning=tracker.host.pinning,
                 empty_cache=tracker.empty_cache,
             ),
-            kernels_of("cuda", tracker.capability),
+            kernels_of("cuda", tracker.capability, build.get("torch_version")),
             transformers_internals.as_imported(),
             not_collected(),
             register_optimizer_step_post_hook(tracker.stepped),
