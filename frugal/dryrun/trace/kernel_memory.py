@@ -42,6 +42,8 @@ def steps(
     """
     if operator is aten.convolution_backward.default and args[0].device.type != "cpu":
         return _convolution_backward(args, resident_threads)
+    if operator in _LOSSES and args[0].device.type != "cpu":
+        return _loss(operator, args, resident_threads)
     if resident_threads and (taken := _of_reduction(operator, args, resident_threads)):
         return (OUTPUTS, *taken)
     of_operator = _STEPS.get(operator)
@@ -265,6 +267,40 @@ def _ctc_backward(args: tuple[Any, ...], *_: Any) -> Steps:
     return (args[6].nbytes, OUTPUTS)
 
 
+def _loss(operator: object, args: tuple[Any, ...], resident_threads: int) -> Steps:
+    """Return the steps of a loss: numbers for each element, and the scratch of their mean or sum."""
+    place, (before, after) = _LOSSES[operator]
+    if len(args) > place and not args[place]:  # no reduction
+        return NO_STEPS
+    of_each, taken = args[0].nbytes, scratch(args[0], None, resident_threads) if resident_threads else ()
+    return (*[of_each] * before, OUTPUTS, *[of_each] * after, *taken)
+
+
+_LOSSES: dict[object, tuple[int, tuple[int, int]]] = {
+    aten.mse_loss.default: (2, (0, 1)), aten.smooth_l1_loss.default: (2, (0, 1)), aten.huber_loss.default: (2, (1, 0)),
+    aten.binary_cross_entropy_with_logits.default: (4, (2, 0)),
+}  # fmt: skip
+"""The place of the argument that says how a loss is reduced, and the blocks before and after its output."""
+
+
+def _copied(args: tuple[Any, ...], *_: Any) -> Steps:
+    """Return the steps of a kernel that copies a gradient, and what else it reads, where it is not contiguous."""
+    return (OUTPUTS, *(each.nbytes for each in args[:2] if isinstance(each, Tensor) and not each.is_contiguous()))
+
+
+def _gradient_copied(args: tuple[Any, ...], *_: Any) -> Steps:
+    """Return the steps of a kernel that copies a gradient which is not contiguous."""
+    return _copied(args[:1])
+
+
+def _log_sum_exp(args: tuple[Any, ...], *_: Any) -> Steps:
+    """Return the steps of `ReduceOps.cpp`, `logsumexp_out`: maxima, which of them are infinite, and exponents."""
+    dims = [args[1]] if isinstance(args[1], int) else args[1] or range(args[0].dim())
+    rows = args[0].numel() // max(1, prod(args[0].shape[dim] for dim in dims))
+    of_rows = rows * args[0].element_size()
+    return (OUTPUTS, of_rows, rows, -2, -1, args[0].nbytes, of_rows)
+
+
 _STEPS: dict[object, Callable[[tuple[Any, ...], Capability, bool], Steps]] = {
     # cuDNN's engine takes a few bytes, as recorded on an H200
     aten._scaled_dot_product_cudnn_attention.default: lambda *_: (OUTPUTS, _CUDNN_BYTES),
@@ -286,6 +322,27 @@ _STEPS: dict[object, Callable[[tuple[Any, ...], Capability, bool], Steps]] = {
     aten.index.Tensor: _index,
     # `TensorCompare.cpp`: absolute values first; DeepSpeed runs it on all gradients under fp16 and ZeRO-3
     aten.isinf.default: lambda args, *_: (args[0].nbytes, OUTPUTS) if args[0].dtype.is_floating_point else NO_STEPS,
+    aten.logsumexp.default: _log_sum_exp,
+    aten.native_layer_norm_backward.default: _copied,
+    aten._fused_rms_norm_backward.default: _copied,
+    # `_fused_rms_norm`, `cuda/layer_norm_kernel.cu`
+    aten._fused_rms_norm.default: lambda args, *_: (*_copied(args[:1])[1:], OUTPUTS),
+    **dict.fromkeys(
+        (
+            aten.avg_pool2d_backward.default,
+            aten.max_pool2d_with_indices_backward.default,
+            aten.upsample_linear1d_backward.default,
+            aten.upsample_nearest1d_backward.default,
+            aten.upsample_bilinear2d_backward.default,
+            aten.upsample_nearest2d_backward.default,
+            aten.upsample_bicubic2d_backward.default,
+            aten.upsample_nearest1d.default,
+            aten.reflection_pad1d_backward.default,
+            aten.reflection_pad2d_backward.default,
+            aten.roll.default,
+        ),
+        _gradient_copied,
+    ),
     aten.sort.default: _sort,
     aten.sort.stable: _sort,
     aten._ctc_loss_backward.default: _ctc_backward,
