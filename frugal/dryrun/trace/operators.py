@@ -284,10 +284,10 @@ class HostMemory(HostAllocator):
 
 _MAX_ENTRIES = 100_000
 _Cost = tuple[int, int]  # FLOPs, and bytes read and written where there are none
-_FIRST = object()
+_WRITTEN = object()
 known: dict[Any, tuple[Any, _Cost]] = {}
-"""Tensors like the outputs of operators that ran before on the same shapes of tensors on meta, or `_FIRST` where that
-is the first argument as it was; and the costs."""
+"""Tensors like the outputs of operators that ran before on the same shapes of tensors on meta, or `_WRITTEN` where that
+is the argument that they write into; and the costs."""
 _is_pure: dict[Any, bool] = {}
 
 
@@ -323,13 +323,13 @@ def run_cached(key: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any
     """
     before = known.get(key)
     if before is not None:
-        return args[0] if before[0] is _FIRST else _like(before[0]), before[1]
-    place = _place(args[0]) if key is not None and torch_internals.schema(func).is_mutable else None
+        return _written(args, kwargs) if before[0] is _WRITTEN else _like(before[0]), before[1]
+    place = _place(_written(args, kwargs)) if key is not None and torch_internals.schema(func).is_mutable else None
     out = _EXACT.get(func, func)(*args, **kwargs)
     cost = _cost(func, args, kwargs, out)
     if place is not None:
-        if out is args[0] and _place(out) == place:
-            known[key] = _FIRST, cost
+        if out is _written(args, kwargs) and _place(out) == place:
+            known[key] = _WRITTEN, cost
     elif key is not None and len(known) < _MAX_ENTRIES:
         inputs = {torch_internals.address(tensor) for tensor in tensors_in(args)}  # `_unsafe_view`'s schema shares none
         _is_pure[func] = inputs.isdisjoint(map(torch_internals.address, tensors_in(out)))
@@ -349,14 +349,14 @@ def _cost(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) ->
 def key_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Return a key of the outputs; None where they share memory with an input, or depend on values.
 
-    An operator that writes into its first argument alone, and returns it, has a key, too.
+    An operator that writes into its first argument alone, or into `out`, and returns that, has a key, too.
     """
     pure = _is_pure.get(func)
     if pure is None:
         schema = torch_internals.schema(func)
         shared = [value for value in (*schema.arguments, *schema.returns) if value.alias_info is not None]
-        writes = len(shared) == 2 and shared == [schema.arguments[0], *schema.returns]  # what it returns is what it writes
-        writes = writes and torch.Tag.inplace_view not in func.tags
+        writes = len(shared) == 2 == len(schema.returns) + 1 and torch.Tag.inplace_view not in func.tags
+        writes = writes and (shared[0].name == "out" or shared[0] == schema.arguments[0])
         pure = _is_pure[func] = writes if schema.is_mutable else not shared
     if not pure:
         return None
@@ -373,6 +373,11 @@ def _part(value: Any) -> Any:
         parts = tuple(map(_part, value))
         return None if None in parts else (type(value), parts)
     return type(value), value
+
+
+def _written(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return the argument that an operator with a key writes into."""
+    return kwargs["out"] if "out" in kwargs else args[0]
 
 
 def _place(tensor: Tensor) -> tuple[Any, ...]:
