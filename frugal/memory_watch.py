@@ -12,13 +12,12 @@ count as such. Left out: what stays in a cache between two operators, and kernel
 allocator counts; a CPU has no such counter, so there a `StorageWatch` does.
 """
 
-import functools
 import math
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from typing import Any, Self
 from unittest.mock import patch
 
@@ -186,7 +185,7 @@ _VIEW, _COMPOSITE, _SUM, _OTHER = range(4)
 run in place, see `_IN_PLACE`; all others."""
 
 
-@functools.cache
+@cache
 def _kind(operator: Any) -> int:
     """Return the kind of an operator."""
     if torch_internals.is_composite(operator):

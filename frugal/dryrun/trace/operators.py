@@ -322,15 +322,19 @@ def run_cached(key: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any
     `key`: its `key_of`.
     """
     before = known.get(key)
+    written: Any = kwargs["out"] if "out" in kwargs else args[0] if args else None
     if before is not None:
-        return _written(args, kwargs) if before[0] is _WRITTEN else _like(before[0]), before[1]
-    place = _place(_written(args, kwargs)) if key is not None and torch_internals.schema(func).is_mutable else None
+        return written if before[0] is _WRITTEN else _like(before[0]), before[1]
+    writes = key is not None and torch_internals.schema(func).is_mutable
+    size = written.size() if writes else ()
     out = _EXACT.get(func, func)(*args, **kwargs)
     cost = _cost(func, args, kwargs, out)
-    if place is not None:
-        if out is _written(args, kwargs) and _place(out) == place:
+    if key is None or len(known) >= _MAX_ENTRIES:
+        return out, cost
+    if writes:
+        if out is written and out.size() == size:  # one of another size than the result is resized
             known[key] = _WRITTEN, cost
-    elif key is not None and len(known) < _MAX_ENTRIES:
+    else:
         inputs = {torch_internals.address(tensor) for tensor in tensors_in(args)}  # `_unsafe_view`'s schema shares none
         _is_pure[func] = inputs.isdisjoint(map(torch_internals.address, tensors_in(out)))
         if _is_pure[func] and _are_plain(out):
@@ -355,8 +359,11 @@ def key_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if pure is None:
         schema = torch_internals.schema(func)
         shared = [value for value in (*schema.arguments, *schema.returns) if value.alias_info is not None]
-        writes = len(shared) == 2 == len(schema.returns) + 1 and torch.Tag.inplace_view not in func.tags
-        writes = writes and (shared[0].name == "out" or shared[0] == schema.arguments[0])
+        writes = (
+            len(shared) == 2 == len(schema.returns) + 1
+            and (shared[0].name == "out" or shared[0] == schema.arguments[0])
+            and torch.Tag.inplace_view not in func.tags
+        )
         pure = _is_pure[func] = writes if schema.is_mutable else not shared
     if not pure:
         return None
@@ -373,17 +380,6 @@ def _part(value: Any) -> Any:
         parts = tuple(map(_part, value))
         return None if None in parts else (type(value), parts)
     return type(value), value
-
-
-def _written(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return the argument that an operator with a key writes into."""
-    return kwargs["out"] if "out" in kwargs else args[0]
-
-
-def _place(tensor: Tensor) -> tuple[Any, ...]:
-    """Return where the elements of a tensor are."""
-    storage = tensor.untyped_storage()
-    return torch_internals.address(tensor), storage.nbytes(), tensor.storage_offset(), tensor.size(), tensor.stride()
 
 
 def _are_plain(out: Any) -> bool:

@@ -192,7 +192,6 @@ class Tracker(StorageWatch):
         self._shapes: Shapes | None = None
         self._running: list[str] = [""]  # names of the modules that run now, innermost last
         self._own_metadata = False
-        self._who = ""  # the asker of the operator that runs, once it is looked for
         self._assumptions: dict[str, str] = {}  # an assumption -> the first module that needs it
         self._integer = integer
         self.was_asked = False  # in forward, for numbers or conditions that depend on data
@@ -302,7 +301,7 @@ class Tracker(StorageWatch):
         if self._shapes is None:
             category = TEMPORARY
         else:
-            who = self._who or asker(sys._getframe())
+            who = asker(sys._getframe())
             category = self._shapes.category(tuple(tensor.shape), self.phase, who, recomputing=self._recomputing)
         self._timeline.events += self.side_streams.born(address)
         self._storage[address] = self._record(size_bytes, category, operator)
@@ -356,14 +355,29 @@ class Tracker(StorageWatch):
         """Return the operator's result without touching host memory."""
         if func is aten._unsafe_view.default and args[0].is_meta:
             return func(*args)  # moves nothing, and is the result of every product
-        self._who = ""
         # DeepSpeed keeps shapes as meta tensors of its own (stage_1_and_2.py), which are nothing on a real device.
         self._own_metadata = func is aten.zeros_like.default and "device" in kwargs and self.phase == INITIALISATION
         key = operators.key_of(func, args, kwargs)
-        known = operators.known.get(key)
-        if known is None and (out := self._assumed(func, args, kwargs)) is not NotImplemented:
-            return out
-        out = operators.host_stand_in(func, args, kwargs) if known is None else NotImplemented
+        out = NotImplemented
+        if key not in operators.known:
+            if func is aten._local_scalar_dense.default and operators.has_no_values(args[0]):
+                return self._scalar(args[0])
+            if func in _PRODUCTS and len(types := {str(each.dtype) for each in tensors_in(args)}) > 1:
+                raise TypesDifferError(
+                    f"matrices of a product must have the same dtype, not {' and '.join(sorted(types))}"
+                )
+            if func in _FUSED_OPTIMIZERS:
+                return None  # updates in place, and takes no memory
+            if (
+                func in operators.STAND_INS
+                and operators.has_no_values(args[0])
+                and (assumed := operators.STAND_INS[func](*args, **kwargs)) is not None
+            ):
+                self._assume(assumed[1])
+                if func is aten.nonzero.default:
+                    self._places.add(torch_internals.address(assumed[0]))
+                return assumed[0]
+            out = operators.host_stand_in(func, args, kwargs)
         if out is not NotImplemented and self.kind == "cuda" and self.phase in (FORWARD, BACKWARD):
             self._counted["moved"] += self._moved_bytes(func, args, out)
         if out is NotImplemented:
@@ -385,28 +399,6 @@ class Tracker(StorageWatch):
             self._after = func, steps[outputs + 1 :]
         return out
 
-    def _assumed(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return the result of an operator that does not run: it takes no memory, or what it returns is assumed.
-
-        `NotImplemented` where it runs.
-        """
-        if func is aten._local_scalar_dense.default and operators.has_no_values(args[0]):
-            return self._scalar(args[0])
-        if func in _PRODUCTS and len(types := {str(each.dtype) for each in tensors_in(args)}) > 1:
-            raise TypesDifferError(f"matrices of a product must have the same dtype, not {' and '.join(sorted(types))}")
-        if func in _FUSED_OPTIMIZERS:
-            return None  # updates in place, and takes no memory
-        if (
-            func in operators.STAND_INS
-            and operators.has_no_values(args[0])
-            and (assumed := operators.STAND_INS[func](*args, **kwargs)) is not None
-        ):
-            self._assume(assumed[1])
-            if func is aten.nonzero.default:
-                self._places.add(torch_internals.address(assumed[0]))
-            return assumed[0]
-        return NotImplemented
-
     def launched(self, traffic: int) -> None:
         """Count a fused kernel that would be launched here, which reads and writes `traffic` bytes."""
         self.num_operators += 1
@@ -419,7 +411,6 @@ class Tracker(StorageWatch):
 
     def executed(self) -> None:
         """Record the blocks that a kernel takes after its outputs, and free all that it took."""
-        self._who = ""
         if self._after is not None:
             self._take(*self._after)
             self._timeline.events += [index for index in reversed(self._taken) if index >= 0]
@@ -436,10 +427,8 @@ class Tracker(StorageWatch):
 
     def _count(self, flops: int, traffic: int) -> None:
         """Add the costs of an operator of the model. DeepSpeed's own are added by `frugal.planning.cost`."""
-        if not self._alone and traffic:
-            self._who = asker(sys._getframe())
-            if self._who == DEEPSPEED:
-                return
+        if not self._alone and traffic and asker(sys._getframe()) == DEEPSPEED:
+            return
         prefix = "recompute_" if self._recomputing else ""
         self._counted[prefix + "flops"] += flops
         self._counted[prefix + "traffic"] += traffic
