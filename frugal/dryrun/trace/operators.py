@@ -325,20 +325,19 @@ def run_cached(key: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any
     written: Any = kwargs["out"] if "out" in kwargs else args[0] if args else None
     if before is not None:
         return written if before[0] is _WRITTEN else _like(before[0]), before[1]
-    writes = key is not None and torch_internals.schema(func).is_mutable
-    size = written.size() if writes else ()
+    writes = key is not None and torch_internals.schema(func).is_mutable and isinstance(written, Tensor)
+    size = written.size() if writes else None
     out = _EXACT.get(func, func)(*args, **kwargs)
     cost = _cost(func, args, kwargs, out)
-    if key is None or len(known) >= _MAX_ENTRIES:
-        return out, cost
-    if writes:
-        if out is written and out.size() == size:  # one of another size than the result is resized
+    if key is not None and len(known) < _MAX_ENTRIES:
+        if size is None:
+            # `_unsafe_view`'s schema shares none
+            inputs = {torch_internals.address(tensor) for tensor in tensors_in(args)}
+            _is_pure[func] = inputs.isdisjoint(map(torch_internals.address, tensors_in(out)))
+            if _is_pure[func] and _are_plain(out):
+                known[key] = _like(out), cost
+        elif out is written and out.size() == size:  # one of another size than the result is resized
             known[key] = _WRITTEN, cost
-    else:
-        inputs = {torch_internals.address(tensor) for tensor in tensors_in(args)}  # `_unsafe_view`'s schema shares none
-        _is_pure[func] = inputs.isdisjoint(map(torch_internals.address, tensors_in(out)))
-        if _is_pure[func] and _are_plain(out):
-            known[key] = _like(out), cost
     return out, cost
 
 
