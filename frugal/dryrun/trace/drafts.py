@@ -40,8 +40,11 @@ class Drafts:
         self._request = question.request
         self._model = model_key(question.request)
         place = cache.folder, digest(self._model, self._request.precision)
-        known = TRACES.pop(place, {}).items()
-        self._traces = TRACES[place] = dict(item for item in known if cache.folder and isinstance(item[1], ModelTrace))
+        self._traces = TRACES[place] = {
+            asked: trace
+            for asked, trace in TRACES.pop(place, {}).items()
+            if cache.folder is not None and isinstance(trace, ModelTrace)
+        }
         if len(TRACES) > MOST_TRACED:
             TRACES.pop(next(iter(TRACES)))
         self._mixed_traces: dict[tuple[object, ...], ModelTrace | None] = {}
