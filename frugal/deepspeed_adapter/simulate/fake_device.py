@@ -182,10 +182,13 @@ def pretend(
 def _gather(
     output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup | None = None, async_op: bool = False
 ) -> Any:
-    """Gather into memory that is there, as the process group does that does nothing: one operator, without the way to
-    it through torch's wrappers of collectives. ZeRO-3 gathers several times a layer."""
-    output_tensor.detach()
-    return SimpleNamespace(wait=lambda: None)  # the work, which is done
+    """Return the work of a gather, which is done: on meta one operator that does nothing, without the way through
+    torch's wrappers to a process group that does nothing. ZeRO-3 gathers several times a layer."""
+    return (
+        SimpleNamespace(wait=lambda: None)
+        if output_tensor.detach().is_meta
+        else dist.all_gather_into_tensor(output_tensor, input_tensor, group, async_op)
+    )
 
 
 def _new_group(make: Callable[..., Any], *args: Any, backend: Any = None, **kwargs: Any) -> Any:
