@@ -17,7 +17,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from typing import Any, Self
 from unittest.mock import patch
 
@@ -111,19 +111,20 @@ class StorageWatch(torch_internals.DispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         """Run one operator and look at what it returns."""
-        if func in _VIEWS or (func not in _OTHERS and _is_view(func)):  # most operators
+        kind = _kind(func)  # looked up once: an operator's hash is Python's
+        if kind is _VIEW:  # most operators
             self.num_operators += 1
             return func(*args, **(kwargs or {}))
-        is_inside = func in INSIDE and self.looks_inside
+        is_inside = self.looks_inside and func in INSIDE
         # composite operators come here whole where autograd takes no part: in such a function, and in `inference_mode`
-        if is_inside or torch_internals.is_composite(func):
+        if is_inside or (kind is _COMPOSITE and not torch_internals.runs_whole_on_meta(func)):
             torch_internals.DispatchMode.__enter__(self)  # to see the operators that this one calls
             try:
                 return (INSIDE[func][self.device_kind] if is_inside else func.decompose)(*args, **(kwargs or {}))
             finally:
                 torch_internals.DispatchMode.__exit__(self, None, None, None)
         self.num_operators += 1
-        if func in _IN_PLACE and self._is_in_place(func, args, _call(sys._getframe(1))):
+        if kind is _SUM and self._is_in_place(func, args, _call(sys._getframe(1))):
             out = _IN_PLACE[func](*args, **(kwargs or {}))
             return aten.alias.default(out) if torch.is_grad_enabled() else out  # autograd notes a result of its own
         if func is aten._unsafe_view.default:
@@ -179,20 +180,20 @@ class StorageWatch(torch_internals.DispatchMode):
         self.died(address, self._known.pop(address))
 
 
-_VIEWS: set[Any] = set()
-_OTHERS: set[Any] = set()
+_VIEW, _COMPOSITE, _SUM, _OTHER = range(4)
+"""Kinds of operators: one that always returns its input's storage unchanged; one that is made of others; one that may
+run in place, see `_IN_PLACE`; all others."""
 
 
-def _is_view(operator: Any) -> bool:
-    """Return whether the operator always returns its input's storage unchanged, and has no parts to look into."""
+@cache
+def _kind(operator: Any) -> int:
+    """Return the kind of an operator."""
+    if torch_internals.is_composite(operator):
+        return _COMPOSITE
     returns = torch_internals.schema(operator).returns
-    views = (
-        bool(returns)
-        and all(value.alias_info and not value.alias_info.is_write for value in returns)
-        and not torch_internals.is_composite(operator)
-    )
-    (_VIEWS if views else _OTHERS).add(operator)
-    return views
+    if returns and all(value.alias_info and not value.alias_info.is_write for value in returns):
+        return _VIEW
+    return _SUM if operator in _IN_PLACE else _OTHER
 
 
 def _forked(fork: Callable[..., Any], *args: Any, device_type: str | None = None, **kwargs: Any) -> Any:

@@ -225,7 +225,12 @@ def schema(operator: Any) -> Any:
 def is_composite(operator: Any) -> bool:
     """Return whether a device runs an operator's parts instead of itself: unlike `silu_backward`, it has no kernel."""
     has_kernel, keys = operator.has_kernel_for_dispatch_key, torch._C.DispatchKey
-    return has_kernel(keys.CompositeImplicitAutograd) and not any(map(has_kernel, (keys.CPU, keys.Meta)))
+    return has_kernel(keys.CompositeImplicitAutograd) and not has_kernel(keys.CPU)
+
+
+def runs_whole_on_meta(operator: Any) -> bool:
+    """Return whether an operator that is made of others has a kernel for meta tensors now, see `with_kernels`."""
+    return bool(operator.has_kernel_for_dispatch_key(torch._C.DispatchKey.Meta))
 
 
 counting_versions: Context = partial(torch._C._SetExcludeDispatchKeyGuard, torch._C.DispatchKey.ADInplaceOrView, False)
@@ -269,12 +274,10 @@ def with_kernels(key: str, kernels: Iterable[tuple[str, Callable[..., Any]]]) ->
         warnings.simplefilter("ignore")  # that kernels are replaced
         for name, kernel in kernels:
             library.m.impl(name, key, partial(call, kernel), False)  # `library.impl` refuses meta ones of composites
-    is_composite.cache_clear()
     try:
         yield
     finally:
         del library  # which restores the kernels
-        is_composite.cache_clear()
 
 
 DEVICE_CONTEXT = torch.utils._device.DeviceContext

@@ -14,6 +14,7 @@ from frugal.dryrun import client, pool
 from frugal.dryrun.client import DryRunSource
 from frugal.dryrun.messages import AskFacts
 from frugal.dryrun.pool import WorkerError
+from frugal.dryrun.trace.drafts import TRACES
 from frugal.errors import RequestError
 from frugal.planning.memory.profile import MemoryProfile
 from frugal.planning.strategy import Strategy
@@ -114,6 +115,7 @@ def test_a_draft_is_the_profile_without_the_allocator_and_is_kept_without_traces
     for strategy in (STRATEGY, replace(STRATEGY, zero_stage=3, activation_checkpointing="full")):
         with DryRunSource(request_, cluster(), dry_runs._cache.folder, pool=dry_runs._pool) as made:  # type: ignore[arg-type]  # it has one
             drafts = [made.draft(strategy, accumulates) for accumulates in (False, True)]
+        TRACES.clear()  # as in another process
         with DryRunSource(request_, cluster(), cache=dry_runs._cache.folder) as again:  # type: ignore[arg-type]  # a folder
             assert [again.draft(strategy, accumulates) for accumulates in (False, True)] == drafts
             assert again._drafts._traces == {} and again._pool._processes == []

@@ -60,7 +60,7 @@ class SimulatedZero0(SimulatedOptimizer):
     def step(self) -> None:
         """Take the optimizer step, the first of which makes the states."""
         if not self._has_states:
-            for parameter in self._gradients:
+            for parameter in sorted(self._gradients):  # as the optimizer has them, not as they came
                 self._setting.make_states(self._setting.elements[parameter], self._stream)
             self._has_states = True
         for storage in self._gradients.values():

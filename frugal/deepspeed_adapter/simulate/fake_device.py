@@ -33,6 +33,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
+from deepspeed.comm.torch import TorchBackend
 from deepspeed.runtime.zero import partitioned_param_coordinator
 from deepspeed.utils import groups
 from torch import Tensor
@@ -163,6 +164,7 @@ def pretend(
             patch.object(dist, "broadcast_object_list", lambda *_, **__: None),
             patch.object(dist, "new_group", partial(_new_group, dist.new_group)),
             patch.object(partitioned_param_coordinator, "assert_ints_same_as_other_ranks", lambda _: None),
+            patch.object(TorchBackend, "get_all_gather_function", lambda _: _gather),
             # Neither a library nor a compiler is needed: the tracker stands for kernels of optimizers.
             patch(torch_internals.FUSED_DEVICES, lambda: ["cpu", "cuda", "meta"]),
             patch.object(kernels, "adamw_8bit", lambda: AdamW8bit),
@@ -175,6 +177,18 @@ def pretend(
         ):
             stack.enter_context(replaced)
         yield
+
+
+def _gather(
+    output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup | None = None, async_op: bool = False
+) -> Any:
+    """Return the work of a gather, which is done: on meta one operator that does nothing, without the way through
+    torch's wrappers to a process group that does nothing. ZeRO-3 gathers several times a layer."""
+    return (
+        SimpleNamespace(wait=lambda: None)
+        if output_tensor.detach().is_meta
+        else dist.all_gather_into_tensor(output_tensor, input_tensor, group, async_op)
+    )
 
 
 def _new_group(make: Callable[..., Any], *args: Any, backend: Any = None, **kwargs: Any) -> Any:

@@ -160,7 +160,7 @@ class Setting:
         sizes = [elements * self.state_bytes] if self._optimizer != "sgd" else []
         if self._optimizer == "adamw-8bit" and elements >= SMALLEST_EIGHT_BIT:
             sizes = [elements, -(-elements // EIGHT_BIT_BLOCK) * 4]
-        for size_bytes in 2 * sizes:
+        for size_bytes in [size_bytes for size_bytes in sizes for _ in range(2)]:  # both of each
             place.born(size_bytes, "aten.zeros_like.default", OPTIMIZER)
 
 

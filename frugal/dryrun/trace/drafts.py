@@ -5,6 +5,7 @@ of single modes.
 """
 
 from collections.abc import Sequence
+from pathlib import Path
 
 from msgspec import structs
 
@@ -21,6 +22,12 @@ from frugal.planning.strategy import LayerMode, Strategy
 MOST_MIXED = 8
 """The most traces of mixtures, and models with mixable modes, that are kept in memory."""
 
+MOST_TRACED = 2
+"""The most models whose traces are kept in memory."""
+
+TRACES: dict[tuple[Path | None, str], dict[AskTrace, ModelTrace | FrugalError | None]] = {}
+"""Traces by cache and model, shared by a plan and the search for improvements: to read them takes a second."""
+
 MIXTURES: dict[str, LayerMixtures] = {}
 """Mixtures by the key of their first trace, shared by a plan and the search for improvements."""
 
@@ -32,7 +39,14 @@ class Drafts:
         self._question, self._cache, self._pool = question, cache, pool
         self._request = question.request
         self._model = model_key(question.request)
-        self._traces: dict[AskTrace, ModelTrace | FrugalError | None] = {}
+        place = cache.folder, digest(self._model, self._request.precision)
+        self._traces = TRACES[place] = {
+            asked: trace
+            for asked, trace in TRACES.pop(place, {}).items()
+            if cache.folder is not None and isinstance(trace, ModelTrace)
+        }
+        if len(TRACES) > MOST_TRACED:
+            TRACES.pop(next(iter(TRACES)))
         self._mixed_traces: dict[tuple[object, ...], ModelTrace | None] = {}
 
     def prepare(self, strategies: Sequence[Strategy]) -> None:

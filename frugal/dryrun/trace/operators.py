@@ -23,7 +23,8 @@ decide what the program does next; on those alone operators really run.
 
 `run_cached` computes an operator once for every shape. A meta kernel in Python takes a tenth of a millisecond, and the
 layers of a model repeat the same few of them. The result of an operator without aliasing depends only on the shapes,
-strides and types of its inputs, so the second time its outputs are made from the first.
+strides and types of its inputs, so the second time its outputs are made from the first. One that writes into a tensor
+and returns it does nothing on meta: it runs once for every shape, which shows that the shapes fit.
 """
 
 import math
@@ -293,8 +294,10 @@ class HostMemory(HostAllocator):
 
 _MAX_ENTRIES = 100_000
 _Cost = tuple[int, int]  # FLOPs, and bytes read and written where there are none
+_WRITTEN = object()
 known: dict[Any, tuple[Any, _Cost]] = {}
-"""Tensors like the outputs of operators that ran before on the same shapes of tensors on meta, and the costs."""
+"""Tensors like the outputs of operators that ran before on the same shapes of tensors on meta, or `_WRITTEN` where that
+is the argument that they write into; and the costs."""
 _is_pure: dict[Any, bool] = {}
 
 
@@ -329,15 +332,22 @@ def run_cached(key: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any
     `key`: its `key_of`.
     """
     before = known.get(key)
+    written: Any = kwargs["out"] if "out" in kwargs else args[0] if args else None
     if before is not None:
-        return _like(before[0]), before[1]
+        return written if before[0] is _WRITTEN else _like(before[0]), before[1]
+    writes = key is not None and torch_internals.schema(func).is_mutable and isinstance(written, Tensor)
+    size = written.size() if writes else None
     out = _EXACT.get(func, func)(*args, **kwargs)
     cost = _cost(func, args, kwargs, out)
     if key is not None and len(known) < _MAX_ENTRIES:
-        inputs = {torch_internals.address(tensor) for tensor in tensors_in(args)}  # `_unsafe_view`'s schema shares none
-        _is_pure[func] = inputs.isdisjoint(map(torch_internals.address, tensors_in(out)))
-        if _is_pure[func] and _are_plain(out):
-            known[key] = _like(out), cost
+        if size is None:
+            # `_unsafe_view`'s schema shares none
+            inputs = {torch_internals.address(tensor) for tensor in tensors_in(args)}
+            _is_pure[func] = inputs.isdisjoint(map(torch_internals.address, tensors_in(out)))
+            if _is_pure[func] and _are_plain(out):
+                known[key] = _like(out), cost
+        elif out is written and out.size() == size:  # one of another size than the result is resized
+            known[key] = _WRITTEN, cost
     return out, cost
 
 
@@ -350,12 +360,20 @@ def _cost(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) ->
 
 
 def key_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return a key of the outputs; None where they share memory with an input, or depend on values."""
+    """Return a key of the outputs; None where they share memory with an input, or depend on values.
+
+    An operator that writes into its first argument alone, or into `out`, and returns that, has a key, too.
+    """
     pure = _is_pure.get(func)
     if pure is None:
         schema = torch_internals.schema(func)
-        shared = any(value.alias_info is not None for value in (*schema.arguments, *schema.returns))
-        pure = _is_pure[func] = not shared and not schema.is_mutable
+        shared = [value for value in (*schema.arguments, *schema.returns) if value.alias_info is not None]
+        writes = (
+            len(shared) == 2 == len(schema.returns) + 1
+            and (shared[0].name == "out" or shared[0] == schema.arguments[0])
+            and torch.Tag.inplace_view not in func.tags
+        )
+        pure = _is_pure[func] = writes if schema.is_mutable else not shared
     if not pure:
         return None
     parts = _part((*args, *kwargs.items()))

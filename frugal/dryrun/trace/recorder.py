@@ -128,6 +128,7 @@ class Shapes:
         return ACTIVATIONS if phase == FORWARD or recomputing else TEMPORARY
 
 
+_name = functools.cache(str)  # an operator puts its name together each time
 aten = torch.ops.aten
 _FUSED_OPTIMIZERS = {
     overload
@@ -316,7 +317,7 @@ class Tracker(StorageWatch):
             self._timeline.events.append(index)
 
     def _record(self, size_bytes: int, category: int, operator: Any) -> int:
-        return self._timeline.born(size_bytes, category, str(operator), self._running[-1])
+        return self._timeline.born(size_bytes, category, _name(operator), self._running[-1])
 
     # Slices
 
@@ -352,25 +353,31 @@ class Tracker(StorageWatch):
 
     def execute(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the operator's result without touching host memory."""
-        if func is aten._local_scalar_dense.default and operators.has_no_values(args[0]):
-            return self._scalar(args[0])
-        if func in _PRODUCTS and len(types := {str(each.dtype) for each in tensors_in(args)}) > 1:
-            raise TypesDifferError(f"matrices of a product must have the same dtype, not {' and '.join(sorted(types))}")
-        if func in _FUSED_OPTIMIZERS:
-            return None  # updates in place, and takes no memory
-        if (
-            func in operators.STAND_INS
-            and operators.has_no_values(args[0])
-            and (assumed := operators.STAND_INS[func](*args, **kwargs)) is not None
-        ):
-            self._assume(assumed[1])
-            if func is aten.nonzero.default:
-                self._places.add(torch_internals.address(assumed[0]))
-            return assumed[0]
+        if func is aten._unsafe_view.default and args[0].is_meta:
+            return func(*args)  # moves nothing, and is the result of every product
         # DeepSpeed keeps shapes as meta tensors of its own (stage_1_and_2.py), which are nothing on a real device.
         self._own_metadata = func is aten.zeros_like.default and "device" in kwargs and self.phase == INITIALISATION
         key = operators.key_of(func, args, kwargs)
-        out = NotImplemented if key in operators.known else operators.host_stand_in(func, args, kwargs)
+        out = NotImplemented
+        if key not in operators.known:
+            if func is aten._local_scalar_dense.default and operators.has_no_values(args[0]):
+                return self._scalar(args[0])
+            if func in _PRODUCTS and len(types := {str(each.dtype) for each in tensors_in(args)}) > 1:
+                raise TypesDifferError(
+                    f"matrices of a product must have the same dtype, not {' and '.join(sorted(types))}"
+                )
+            if func in _FUSED_OPTIMIZERS:
+                return None  # updates in place, and takes no memory
+            if (
+                func in operators.STAND_INS
+                and operators.has_no_values(args[0])
+                and (assumed := operators.STAND_INS[func](*args, **kwargs)) is not None
+            ):
+                self._assume(assumed[1])
+                if func is aten.nonzero.default:
+                    self._places.add(torch_internals.address(assumed[0]))
+                return assumed[0]
+            out = operators.host_stand_in(func, args, kwargs)
         if out is not NotImplemented and self.kind == "cuda" and self.phase in (FORWARD, BACKWARD):
             self._counted["moved"] += self._moved_bytes(func, args, out)
         if out is NotImplemented:

@@ -201,7 +201,7 @@ class Move:
         """Return the corresponding origin."""
         if origin.kind == OUTSIDE:
             return origin
-        return origin._replace(number=origin.number + self.periods(origin.number))
+        return Origin(origin.kind, origin.number + self.periods(origin.number), origin.ordinal)
 
 
 def splice(stream: Timeline, marks: Marks, layout: LayerLayout, num_periods: int) -> tuple[Timeline, Marks]:
