@@ -182,8 +182,14 @@ CALLS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 """Functions of a tensor that requires gradients, and one that does not."""
 
-DIFFER: dict[str, str] = {}
-"""Calls of which a dry run records other blocks, and why."""
+DIFFER = {
+    "backward writes into tensors of its own, but not under a mode": "bcel bcelw gauss idxsel mlsm softm",
+    "products copy a gradient that is one number": "addb matm trl",
+    "no rule for the kernel": "adam1 atan2 bn cdist cumprod embag fold gn idx idx2 logcum prod rmsnc unf2",
+    "log-sigmoid keeps a buffer on a CPU alone": "logs",
+    "counters of some bytes": "cew glob nanm sort sort1 unfold",
+}
+"""Calls of which a dry run records other blocks, by the reason."""
 
 
 def requests(start: Callable[[], None], events: Callable[[], Events]) -> Requests:

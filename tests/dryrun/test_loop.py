@@ -15,8 +15,9 @@ from frugal.models import transformers_internals
 from frugal.tools.own_loop import autocast
 from frugal.tools.own_loop.card import COMPILED
 from frugal.tools.own_loop.reference import names_a_step
+from frugal.tools.own_loop.tracker import LoopTracker
 from tests.commands import Capture, frugal
-from tests.dryrun import counters
+from tests.dryrun import counters, single_calls
 
 BENCH = Path(__file__).parents[2] / "bench"
 LOOPS = BENCH / "loops"
@@ -416,6 +417,38 @@ def test_the_counters_of_the_card_are_torchs_own_after_each_step(seed: int) -> N
     counted: list[list[list[int]]] = []
     package.dry_run(lambda: counted.append(counters.walk(seed)), gpu="rtx3060-12g", steps=1)
     assert counted[0] == json.loads(counters.RECORD.read_text())[seed]
+
+
+def test_single_calls_take_and_give_back_the_blocks_that_they_do_on_a_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun: list[LoopTracker] = []
+    monkeypatch.setattr(LoopTracker, "reset_peaks", lambda self, *_: begun.append(self))
+    found: single_calls.Requests = {}
+
+    def run() -> None:
+        torch.cuda.reset_peak_memory_stats()  # which says which tracker records this
+        timeline, first = begun[0]._timeline, 0
+
+        def start() -> None:
+            nonlocal first
+            first = len(timeline.events)
+
+        def events() -> single_calls.Events:
+            signs: dict[int, int] = {}
+            changes = []
+            for storage in timeline.events:
+                signs[storage] = -signs.get(storage, -1)
+                changes.append(signs[storage] * single_calls.rounded(timeline.fixed[storage]))
+            return [change for change in changes[first:] if change]
+
+        found.update(single_calls.requests(start, events))
+
+    package.dry_run(run, gpu="rtx3060-12g", steps=1)
+    on_card = json.loads(single_calls.RECORD.read_text())
+    differ = {
+        name.partition(" ")[0] for name, events in json.loads(json.dumps(found)).items() if events != on_card[name]
+    }
+    assert differ == set(" ".join(single_calls.DIFFER.values()).split())
+    assert found.keys() == on_card.keys() and len(found) > 230
 
 
 def test_operators_of_inference_mode_are_seen_in_their_parts() -> None:

@@ -269,18 +269,21 @@ def _ctc_backward(args: tuple[Any, ...], *_: Any) -> Steps:
 
 def _loss(operator: object, args: tuple[Any, ...], resident_threads: int) -> Steps:
     """Return the steps of a loss: numbers for each element, and the scratch of their mean or sum."""
-    place, (before, after) = _LOSSES[operator]
+    place, around = _LOSSES[operator]
     if len(args) > place and not args[place]:  # no reduction
         return NO_STEPS
-    of_each, taken = args[0].nbytes, scratch(args[0], None, resident_threads) if resident_threads else ()
-    return (*[of_each] * before, OUTPUTS, *[of_each] * after, *taken)
+    return (*around(args[0].nbytes), *(scratch(args[0], None, resident_threads) if resident_threads else ()))
 
 
-_LOSSES: dict[object, tuple[int, tuple[int, int]]] = {
-    aten.mse_loss.default: (2, (0, 1)), aten.smooth_l1_loss.default: (2, (0, 1)), aten.huber_loss.default: (2, (1, 0)),
-    aten.binary_cross_entropy_with_logits.default: (4, (2, 0)),
-}  # fmt: skip
-"""The place of the argument that says how a loss is reduced, and the blocks before and after its output."""
+_LOSSES: dict[object, tuple[int, Callable[[int], Steps]]] = {
+    aten.mse_loss.default: (2, lambda of_each: (OUTPUTS, of_each)),
+    aten.smooth_l1_loss.default: (2, lambda of_each: (OUTPUTS, of_each)),
+    aten.huber_loss.default: (2, lambda of_each: (of_each, OUTPUTS)),
+    aten.soft_margin_loss.default: (2, lambda _: (OUTPUTS, 4)),
+    aten.binary_cross_entropy.default: (3, lambda _: (OUTPUTS, 4)),
+    aten.binary_cross_entropy_with_logits.default: (4, lambda of_each: (of_each, of_each, OUTPUTS)),
+}
+"""The place of the argument that says how a loss is reduced; the blocks before and after its output."""
 
 
 def _copied(args: tuple[Any, ...], *_: Any) -> Steps:
@@ -288,9 +291,10 @@ def _copied(args: tuple[Any, ...], *_: Any) -> Steps:
     return (OUTPUTS, *(each.nbytes for each in args[:2] if isinstance(each, Tensor) and not each.is_contiguous()))
 
 
-def _gradient_copied(args: tuple[Any, ...], *_: Any) -> Steps:
-    """Return the steps of a kernel that copies a gradient which is not contiguous."""
-    return _copied(args[:1])
+def _sum(args: tuple[Any, ...], *_: Any) -> Steps:
+    """Return the steps of `ReduceOps.cpp`, `sum_out`: whole numbers are added as int64, into which they are copied."""
+    values = args[0]
+    return NO_STEPS if values.is_floating_point() or values.element_size() == 8 else (OUTPUTS, 8 * values.numel())
 
 
 def _log_sum_exp(args: tuple[Any, ...], *_: Any) -> Steps:
@@ -298,7 +302,7 @@ def _log_sum_exp(args: tuple[Any, ...], *_: Any) -> Steps:
     dims = [args[1]] if isinstance(args[1], int) else args[1] or range(args[0].dim())
     rows = args[0].numel() // max(1, prod(args[0].shape[dim] for dim in dims))
     of_rows = rows * args[0].element_size()
-    return (OUTPUTS, of_rows, rows, -2, -1, args[0].nbytes, of_rows)
+    return (OUTPUTS, of_rows, rows, -2, -1, args[0].nbytes, of_rows, -3)
 
 
 _STEPS: dict[object, Callable[[tuple[Any, ...], Capability, bool], Steps]] = {
@@ -323,6 +327,7 @@ _STEPS: dict[object, Callable[[tuple[Any, ...], Capability, bool], Steps]] = {
     # `TensorCompare.cpp`: absolute values first; DeepSpeed runs it on all gradients under fp16 and ZeRO-3
     aten.isinf.default: lambda args, *_: (args[0].nbytes, OUTPUTS) if args[0].dtype.is_floating_point else NO_STEPS,
     aten.logsumexp.default: _log_sum_exp,
+    **dict.fromkeys((aten.sum.default, aten.sum.dim_IntList), _sum),
     aten.native_layer_norm_backward.default: _copied,
     aten._fused_rms_norm_backward.default: _copied,
     # `_fused_rms_norm`, `cuda/layer_norm_kernel.cu`
@@ -341,7 +346,7 @@ _STEPS: dict[object, Callable[[tuple[Any, ...], Capability, bool], Steps]] = {
             aten.reflection_pad2d_backward.default,
             aten.roll.default,
         ),
-        _gradient_copied,
+        lambda args, *_: _copied(args[:1]),
     ),
     aten.sort.default: _sort,
     aten.sort.stable: _sort,

@@ -146,12 +146,13 @@ def _ctc_loss(log_probs: Tensor, targets: Tensor, *_: Any, **__: Any) -> tuple[T
     return log_probs.new_empty(samples), log_probs.new_empty(samples, times, 2 * longest + 1)
 
 
-def _loss(values: Tensor, target: Tensor, reduction: int = 1, *_: Any) -> Tensor:
+def _loss(values: Tensor, target: Tensor, *options: Any) -> Tensor:
     """Return a loss that is resized from one for each element to their mean or sum, and keeps their storage
     (`BinaryOps.cpp`, `Loss.cpp`)."""
     shape = torch.broadcast_shapes(values.shape, target.shape)
     each = values.new_empty(shape, dtype=torch.result_type(values, target))
-    return each.resize_(()) if reduction else each
+    is_reduced = next((each for each in options if isinstance(each, int)), 1)  # others are weights
+    return each.resize_(()) if is_reduced else each
 
 
 _EXACT: dict[Any, Callable[..., Any]] = {
@@ -159,7 +160,15 @@ _EXACT: dict[Any, Callable[..., Any]] = {
     aten.masked_fill.Tensor: lambda values, mask, _: aten.masked_fill.Scalar(values, mask, 0),
     aten.masked_fill_.Tensor: lambda values, mask, _: aten.masked_fill_.Scalar(values, mask, 0),
     aten._grouped_mm.default: _grouped_mm,
-    **dict.fromkeys((aten.mse_loss.default, aten.smooth_l1_loss.default, aten.soft_margin_loss.default), _loss),
+    **dict.fromkeys(
+        (
+            aten.mse_loss.default,
+            aten.smooth_l1_loss.default,
+            aten.soft_margin_loss.default,
+            aten.binary_cross_entropy.default,
+        ),
+        _loss,
+    ),
     **dict.fromkeys((aten._ctc_loss.default, aten._ctc_loss.Tensor), _ctc_loss),
     **dict.fromkeys(
         (aten._ctc_loss_backward.default, aten._ctc_loss_backward.Tensor), lambda *args, **_: torch.empty_like(args[1])
