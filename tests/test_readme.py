@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests import readme, screenshots
+from tests.dryrun import single_calls
 
 README, BENCHMARKS = readme.text(), " ".join(readme.text("benchmarks").split())
 QUICK = ("frugal plan --gpus 4 --mem 12G", "frugal explain --gpus 4 --mem 12G")
@@ -184,6 +185,14 @@ def test_how_true_dry_runs_of_strangers_loops_are() -> None:
     assert ", ".join(f"{short} ({peers[name]['rows']})" for name, short in names.items()) in beside
     assert ", ".join(f"{100 * peers[name]['error']['median']:.1f} %" for name in names) in beside
     assert ", ".join(f"{100 * peers[name]['frugal_error']['median']:.2f} %" for name in names) in beside
+
+
+def test_how_true_dry_runs_of_drawn_loops_and_of_single_calls_are() -> None:
+    kept = measured("loops-drawn")["summary"]
+    said = " ".join(readme.text("tutorials/own-loop").split())
+    assert kept["exact"] == kept["loops"] and f"in {kept['loops']} loops drawn at random" in said
+    differ = " ".join(single_calls.DIFFER.values()).split()
+    assert f"Of {len(single_calls.CALLS)} functions of torch {len(single_calls.CALLS) - len(differ)} request" in said
 
 
 def test_how_true_choices_and_losses_are() -> None:

@@ -216,7 +216,7 @@ def main(arguments: Sequence[str]) -> None:
             continue
         steps = zip(predicted, counted, strict=True)
         errors = [ours / theirs - 1 for step in steps for ours, theirs in zip(*step, strict=True)]
-        rows.append({"seed": seed, "loop": what, "worst_error": max(errors, key=abs)})
+        rows.append({"seed": seed, "loop": what, "worst_error": max(errors, key=abs), "counted": str(counted)})
         print(f"{seed}: {what}: {rows[-1]['worst_error']:+.4%}", flush=True)
     exact = sum(not row["worst_error"] for row in rows)
     result = {"loops": len(rows), "exact": exact, "worst": max((abs(row["worst_error"]) for row in rows), default=0)}

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import frugal as package
+from bench.loops import drawn
 from frugal.errors import RequestError
 from frugal.models import transformers_internals
 from frugal.tools.own_loop import autocast
@@ -23,6 +24,7 @@ BENCH = Path(__file__).parents[2] / "bench"
 LOOPS = BENCH / "loops"
 MEASURED = json.loads((BENCH / "results" / "loops-emulated.json").read_text())
 QUICK = ("autocast_fp16", "bert_masked", "deepspeed_zero2")
+DRAWN = json.loads(drawn.RESULTS.read_text())
 MOST_ALLOCATED, MOST_RESERVED = 0.0005, 0.001
 KNOWN = {"vit_autocast": 0.013}  # reserved: more is asked for than a dry run knows, why is not known
 
@@ -417,6 +419,16 @@ def test_the_counters_of_the_card_are_torchs_own_after_each_step(seed: int) -> N
     counted: list[list[list[int]]] = []
     package.dry_run(lambda: counted.append(counters.walk(seed)), gpu="rtx3060-12g", steps=1)
     assert counted[0] == json.loads(counters.RECORD.read_text())[seed]
+
+
+@pytest.mark.parametrize(
+    "row",
+    [pytest.param(row, marks=pytest.mark.exhaustive if number > 3 else ()) for number, row in enumerate(DRAWN["rows"])],
+    ids=lambda row: row["loop"],
+)
+def test_a_drawn_loop_takes_what_torch_counts_on_the_emulated_card(row: dict[str, Any]) -> None:
+    what, counted = drawn.dry_run(row["seed"])
+    assert (what, str(counted)) == (row["loop"], row["counted"])
 
 
 def test_single_calls_take_and_give_back_the_blocks_that_they_do_on_a_card(monkeypatch: pytest.MonkeyPatch) -> None:
