@@ -58,7 +58,8 @@ NAMES = (
     *needed(
         "torch.ops", "operators with a rule of their own",
         "aten._addmm_activation", "aten._amp_foreach_non_finite_check_and_unscale_", "aten._amp_update_scale_",
-        "aten._foreach_norm", "aten._fused_adam_", "aten._fused_adamw_", "aten._fused_rms_norm", "aten._fused_sgd_",
+        "aten._foreach_norm", "aten._fused_adam_", "aten._fused_adamw_", "aten._fused_rms_norm",
+        "aten._fused_rms_norm_backward", "aten._fused_sgd_",
         "aten._ctc_loss", "aten._ctc_loss_backward", "aten._grouped_mm", "aten._pack_padded_sequence",
         "aten._unsafe_view",
         "aten._safe_softmax", "aten._softmax_backward_data",

@@ -166,7 +166,7 @@ class _ForkServer:
             WorkerError: this process has ended, and all workers with it.
         """
         answer = b""
-        with self._asking, suppress(ConnectionError):
+        with self._asking, suppress(OSError):  # the process has ended, or was ended while a worker was being made
             socket.send_fds(self._control, [what], descriptors)
             answer = self._control.recv(16)
         if not answer:
