@@ -294,7 +294,7 @@ def _copied(args: tuple[Any, ...], *_: Any) -> Steps:
 def _sum(args: tuple[Any, ...], *_: Any) -> Steps:
     """Return the steps of `ReduceOps.cpp`, `sum_out`: whole numbers are added as int64, into which they are copied."""
     values = args[0]
-    return NO_STEPS if values.is_floating_point() or values.element_size() == 8 else (OUTPUTS, 8 * values.numel())
+    return NO_STEPS if values.is_floating_point() or values.element_size() >= 8 else (OUTPUTS, 8 * values.numel())
 
 
 def _log_sum_exp(args: tuple[Any, ...], *_: Any) -> Steps:
