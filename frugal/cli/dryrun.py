@@ -83,7 +83,8 @@ class _DryRuns:
 )  # fmt: skip
 @click.option(
     "--torch", "torch_version", metavar="VERSION",
-    help="The version that SCRIPT.py will run with, such as 2.6: some take less or more for cuBLAS.  [default: this]",
+    help="The version that SCRIPT.py will run with, such as 2.6: cuBLAS and RMSNorm take other memory in some.  "
+    "[default: this]",
 )  # fmt: skip
 def command(
     what: str, words: tuple[str, ...], as_json: bool, explain: str | None, timeline: Path | None,

@@ -307,6 +307,17 @@ def test_a_whole_script_is_dry_run_as_its_main_program_with_its_arguments(here: 
     assert small["categories"]["parameters"] == 4 * 64**2
 
 
+def test_before_torch_2_9_an_rms_norm_keeps_what_it_is_made_of() -> None:
+    def peak(version: str | None) -> int:
+        def step() -> None:
+            x, weight = (torch.ones(size, device="cuda", requires_grad=True) for size in ((1024, 1024), (1024,)))
+            F.rms_norm(x, (1024,), weight).square().mean().backward()
+
+        return package.dry_run(step, gpu="t4-16g", steps=1, torch_version=version).peak_allocated_bytes
+
+    assert peak("2.8") > peak("2.9") == peak(None)
+
+
 ENDLESS = """
 import itertools, torch
 model, critic = torch.nn.Linear(256, 256).cuda(), torch.nn.Linear(256, 1).cuda()

@@ -81,13 +81,13 @@ def kernels_of(
     the one that frugal is made for.
     """
     is_cuda = kind == "cuda"
-    has_all = torch_version is None or torch_version > _LAST_WITHOUT_FUSED_RMS_NORM
+    is_fused = torch_version is None or torch_version > _LAST_WITHOUT_FUSED_RMS_NORM
     attention = partial(cuda_attention, capability) if is_cuda else partial(cpu_attention)
     with (
         patch.object(F, "scaled_dot_product_attention", attention),
         patch.object(F, "dropout", fused_dropout if is_cuda else _dropout),
         torch_internals.with_kernels(torch_internals.COMPOSITE, _SOFTMAX if is_cuda else ()),
-        torch_internals.with_kernels("Meta", _OF_CUDA_ALONE[: None if has_all else 1] if is_cuda else ()),
+        torch_internals.with_kernels("Meta", (*_MISH * is_cuda, *_FUSED_RMS_NORM * (is_cuda and is_fused))),
         # torch's own takes no meta tensors; it keeps what BatchNorm keeps, and sums of a few bytes between ranks
         patch.object(nn.SyncBatchNorm, "forward", nn.BatchNorm1d.forward),
         patch.object(packs, "capability_of", lambda _device: capability if is_cuda else None),
@@ -316,13 +316,10 @@ def fused_rms_norm(
     return torch.empty_like(input, memory_format=torch.contiguous_format), statistic
 
 
-_OF_CUDA_ALONE = (
-    ("mish_backward", lambda _gradient, input: torch.empty_like(input)),
-    ("_fused_rms_norm", fused_rms_norm),
-)
-"""Operators that have a kernel on CUDA, and are made of others on meta: all of torch 2.13 but `silu_backward`."""
-
-_LAST_WITHOUT_FUSED_RMS_NORM = (2, 8)
+# These have a kernel on CUDA, and are made of others on meta: all of torch 2.13 but `silu_backward`.
+_MISH = (("mish_backward", lambda _gradient, input: torch.empty_like(input)),)
+_FUSED_RMS_NORM = (("_fused_rms_norm", fused_rms_norm),)
+_LAST_WITHOUT_FUSED_RMS_NORM = (2, 8)  # pytorch#153666 came after it
 
 _SOFTMAX = (
     ("softmax.int", partial(softmax, aten._softmax.default)),

@@ -91,7 +91,8 @@ def dry_run(
         gpus: the world size that DeepSpeed is to see.
         steps: how often `step` is called. Two show the peak of all later ones: optimizer states exist in the second.
         expandable_segments: whether `PYTORCH_ALLOC_CONF` is to say `expandable_segments:True`.
-        torch_version: of the run, such as `2.6`, if it is another than this one; decides cuBLAS's workspaces.
+        torch_version: of the run, such as `2.6`, if it is another than this one; decides cuBLAS's workspaces
+            and whether RMSNorm is fused.
         parts: the arguments of `step`, by name.
 
     Raises:
