@@ -14,6 +14,7 @@ allocator counts; a CPU has no such counter, so there a `StorageWatch` does.
 
 import math
 import sys
+import traceback
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -58,7 +59,7 @@ class StorageWatch(torch_internals.DispatchMode):
         self.num_operators = 0
         self._known: dict[int, int] = {}  # address of a live storage -> its bytes
         self._zeros = 0  # address of the storage that was born last, if it is of zeros
-        self._product: tuple[int, Any] = 0, None  # the last product's number among operators, and its call
+        self._product: tuple[Any, ...] = ()  # the last product: its number, address and call
         self._random_states = (
             patch.object(torch, "get_rng_state", partial(self._random_state, torch.get_rng_state)),
             patch.object(torch.random, "fork_rng", partial(_forked, torch.random.fork_rng)),
@@ -124,17 +125,15 @@ class StorageWatch(torch_internals.DispatchMode):
             finally:
                 torch_internals.DispatchMode.__exit__(self, None, None, None)
         self.num_operators += 1
-        if kind is _SUM and self._is_in_place(func, args, _call(sys._getframe(1))):
+        if kind is _SUM and self._is_in_place(func, args, _below_modes(sys._getframe(1))):
             out = _IN_PLACE[func](*args, **(kwargs or {}))
             return aten.alias.default(out) if torch.is_grad_enabled() else out  # autograd notes a result of its own
         if func is aten._unsafe_view.default:
-            self._product = self.num_operators, _call(sys._getframe(1))
+            places = _places(_below_modes(sys._getframe(1)))
+            self._product = self.num_operators, torch_internals.address(args[0]), places
         out = self.execute(func, args, kwargs or {})
-        if isinstance(out, Tensor):
-            self._see(out, func, args)
-        else:
-            for tensor in self.in_order(func, out):
-                self._see(tensor, func, args)
+        for tensor in (out,) if isinstance(out, Tensor) else self.in_order(func, out):
+            self._see(tensor, func, args)
         self.executed()
         return out
 
@@ -154,18 +153,22 @@ class StorageWatch(torch_internals.DispatchMode):
         self._zeros = address if operator in _ZEROS else 0
         self.born(address, size, tensor, operator)
 
-    def _is_in_place(self, func: Any, args: tuple[Any, ...], call: tuple[Any, int, int]) -> bool:
-        """Return whether the result is written into the first input where no mode is active.
+    def _is_in_place(self, func: Any, args: tuple[Any, ...], frame: Any) -> bool:
+        """Return whether the result is written into the first input where no mode is active. `frame`: below modes.
 
         `linear` adds its bias so to the product of an input that is not contiguous (Linear.cpp): a sum right after a
         product, in one call from Python. Autograd does so with a sum of two gradients in a buffer nobody else holds,
         both conditions of a clamp, and parts of a gradient in zeros. There the engine must be the caller: what a hook
         in Python runs is out of place.
         """
-        is_of_autograd = call[0] is torch_internals.RUN_BACKWARD
+        is_of_autograd = frame.f_code is torch_internals.RUN_BACKWARD
         if func is aten.add.Tensor and not is_of_autograd:
             # where another mode runs operators there is one without this watch, too
-            return self._product == (self.num_operators - 1, call) and call[0] is not torch_internals.RUN_BY_MODE
+            return (
+                self._product[:2] == (self.num_operators - 1, torch_internals.address(args[0]))
+                and self._product[2] == _places(frame)
+                and frame.f_code is not torch_internals.RUN_BY_MODE
+            )
         return (
             is_of_autograd
             and not torch.is_grad_enabled()
@@ -201,12 +204,17 @@ def _forked(fork: Callable[..., Any], *args: Any, device_type: str | None = None
     return fork(*args, device_type="cpu" if device_type == "meta" else device_type, **kwargs)
 
 
-def _call(frame: Any) -> tuple[Any, int, int]:
-    """Return which call from Python ran an operator: code, frame and instruction, below those of modes of functions, of
-    this mode and its subclasses, and of composites."""
+def _below_modes(frame: Any) -> Any:
+    """Return the frame that ran an operator, below those of modes of functions, of watches and of composites."""
     while frame.f_code.co_name in ("__torch_dispatch__", "__torch_function__", "decompose"):
         frame = frame.f_back
-    return frame.f_code, id(frame), frame.f_lasti
+    return frame
+
+
+def _places(frame: Any) -> list[tuple[Any, int]]:
+    """Return the code and instruction of `frame` and of each caller: the innermost alone may run any function, and the
+    address of a frame is taken again by the next."""
+    return [(each.f_code, each.f_lasti) for each, _ in traceback.walk_stack(frame)]
 
 
 _IN_PLACE = {
@@ -294,8 +302,8 @@ def _storages(tensors: Iterable[Tensor]) -> set[int]:
 
 def _bytes(tensor: Tensor) -> int:
     """Return the bytes of a tensor's elements, broadcast ones counted once."""
-    sizes = zip(tensor.shape, tensor.stride(), strict=True)
-    return math.prod(size for size, stride in sizes if stride or not size) * tensor.element_size()
+    sizes = (size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride or not size)
+    return math.prod(sizes) * tensor.element_size()
 
 
 class Gauge:
@@ -420,10 +428,8 @@ class HostGauge(StorageWatch, Gauge):
     def born(self, address: int, size_bytes: int, tensor: Tensor, operator: Any) -> None:
         """Count it."""
         if tensor.device.type == self._device.type:
-            number = -1
-            if self._timeline is not None:
-                number = self._timeline.born(size_bytes, TEMPORARY, str(operator or ""))
-            self._counted[address] = number
+            kept = self._timeline
+            self._counted[address] = -1 if kept is None else kept.born(size_bytes, TEMPORARY, str(operator or ""))
             self._live += size_bytes
             self._peak = max(self._peak, self._live)
 

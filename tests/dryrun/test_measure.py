@@ -189,6 +189,8 @@ def inside_of(mode: Any, function: Callable[[], torch.Tensor]) -> torch.Tensor:
         lambda linear, x: linear(x.view(5, 2, 5, 70).transpose(1, 2)),
         lambda linear, x: x.transpose(0, 1) @ linear.weight.t() + linear.bias,
         lambda linear, x: [part @ linear.weight.t() + linear.bias for part in (x, x.transpose(0, 1))][1],
+        lambda linear, x: summed_by_one_line(linear, x, linear.bias),
+        lambda linear, x: summed_by_one_line(linear, x, linear.bias + torch.ones(10, 5, 1)),
         *(
             lambda linear, x, mode=mode, inside=inside: inside_of(mode, lambda: inside(linear, x))
             for mode in (PassesOperators, PassesFunctions)
@@ -212,6 +214,16 @@ def test_a_bias_is_added_in_place_where_it_is_unwatched(function: Any, is_traine
 
     assert watched_peak(step) == pytest.approx(profiled_peak(step), abs=100)
     assert all(torch.equal(*each) for each in zip(*results, strict=True))
+
+
+def summed_by_one_line(linear: Any, x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """Return a product plus its sum with another: one line, of two calls of one function, runs both."""
+
+    def run(function: Any, *args: torch.Tensor) -> torch.Tensor:
+        return function(*args)  # type: ignore[no-any-return]
+
+    product = run(torch.matmul, x.transpose(0, 1), linear.weight.t())
+    return product + run(torch.add, product, other)
 
 
 def watched_peak(step: Any) -> int:
