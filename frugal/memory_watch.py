@@ -14,7 +14,6 @@ allocator counts; a CPU has no such counter, so there a `StorageWatch` does.
 
 import math
 import sys
-import traceback
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -206,15 +205,17 @@ def _forked(fork: Callable[..., Any], *args: Any, device_type: str | None = None
 
 def _below_modes(frame: Any) -> Any:
     """Return the frame that ran an operator, below those of modes of functions, of watches and of composites."""
-    while frame.f_code.co_name in ("__torch_dispatch__", "__torch_function__", "decompose"):
+    while frame.f_code.co_name in ("__torch_dispatch__", "__torch_function__", "on_card", "decompose"):
         frame = frame.f_back
     return frame
 
 
-def _places(frame: Any) -> list[tuple[Any, int]]:
-    """Return the code and instruction of `frame` and of each caller: the innermost alone may run any function, and the
+def _places(frame: Any) -> tuple[Any, ...]:
+    """Return the code and instruction of a frame and of its callers: the innermost alone may run any function, and the
     address of a frame is taken again by the next."""
-    return [(each.f_code, each.f_lasti) for each, _ in traceback.walk_stack(frame)]
+    caller = frame.f_back or frame
+    above = caller.f_back or caller
+    return frame.f_code, frame.f_lasti, caller.f_code, caller.f_lasti, above.f_code, above.f_lasti
 
 
 _IN_PLACE = {
@@ -428,8 +429,9 @@ class HostGauge(StorageWatch, Gauge):
     def born(self, address: int, size_bytes: int, tensor: Tensor, operator: Any) -> None:
         """Count it."""
         if tensor.device.type == self._device.type:
-            kept = self._timeline
-            self._counted[address] = -1 if kept is None else kept.born(size_bytes, TEMPORARY, str(operator or ""))
+            self._counted[address] = (
+                -1 if self._timeline is None else self._timeline.born(size_bytes, TEMPORARY, str(operator or ""))
+            )
             self._live += size_bytes
             self._peak = max(self._peak, self._live)
 

@@ -18,7 +18,7 @@ from signal import SIGKILL
 from types import SimpleNamespace
 from typing import Any
 
-from frugal.config.request import Request
+from frugal.config.request import Precision, Request
 from frugal.distributed import parent
 from frugal.dryrun.messages import (
     AskCheck,
@@ -112,15 +112,13 @@ def _resolved(question: AskDryRun | AskTrace) -> tuple[Any, Any]:
 
 
 def _describe(question: AskFacts) -> Any:
-    import torch
-
     from frugal.dryrun.loading import reading
     from frugal.models import activation_checkpointing, tiled_loss
     from frugal.models.loading import quantised
     from frugal.planning.model_facts import ModelFacts, Weights
 
-    spec = _spec_of(_model_of(question.request))  # whatever the length asked for
-    model = spec.build(dtype=torch.bfloat16, device="meta")
+    asked = _model_of(question.request)
+    spec, (model, _) = _spec_of(asked), _built(asked, "bf16")  # whatever the length and the precision asked for
     parameters = list(model.parameters())
     return ModelFacts(
         task=spec.task,
@@ -151,13 +149,14 @@ def _check(question: AskCheck) -> tuple[str, ...]:
 def _fused(question: AskFused) -> tuple[str, ...]:
     from frugal.models.fused import replacement
 
-    model, _ = _built(_model_of(question.request))
+    model, _ = _built(_model_of(question.request), question.request.precision)
     return replacement.names(model)
 
 
 @functools.lru_cache(maxsize=1)
-def _built(model: Request) -> Any:
-    """Return the model on meta, cached: building a large one takes longer than its trace.
+def _built(model: Request, precision: Precision) -> Any:
+    """Return the model on meta in the type of `precision`, and the peak of its storages while it was built, in bytes.
+    Cached: building a large one takes longer than its trace.
 
     Raises:
         RequestError: no ZeRO stage can train it.
@@ -166,7 +165,7 @@ def _built(model: Request) -> Any:
     from frugal.deepspeed_adapter.kernels import DTYPES
     from frugal.dryrun.trace.trace import built
 
-    made = built(lambda: _spec_of(model).build(dtype=DTYPES[model.precision], device="meta"))
+    made = built(lambda: _spec_of(model).build(dtype=DTYPES[precision], device="meta"))
     refusals.refuse(made[0], 0)
     return made
 
@@ -176,7 +175,7 @@ def _trace(question: AskTrace) -> Traced:
     from frugal.planning.memory.timeline import NotAffineError
 
     _, objective = _resolved(question)
-    model, building_bytes = _built(_model_of(question.request))
+    model, building_bytes = _built(_model_of(question.request), question.request.precision)
     try:
         return Traced(trace(model, objective, question, building_bytes=building_bytes))
     except NotAffineError:

@@ -164,4 +164,4 @@ def complex_one() -> Any:
 @pytest.mark.parametrize(("factory", "why"), [("sparse", "buckets are dense"), ("complex_one", "complex64")])
 def test_what_no_stage_can_train_is_refused_before_it_is_traced(factory: str, why: str) -> None:
     with pytest.raises(RequestError, match=why):
-        worker._built(Request(model=f"{__name__}:{factory}", precision="fp32"))
+        worker._built(Request(model=f"{__name__}:{factory}", precision="fp32"), "fp32")

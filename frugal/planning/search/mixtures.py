@@ -118,7 +118,8 @@ class Mixtures:
 
     def _drafts(self, base: Strategy, candidates: Sequence[Candidate], enough: float) -> list[Candidate]:
         """Return the fastest mixture of every pair of modes, as far as it may be faster than `enough`."""
-        if self.evaluation.best_case(base).seconds >= enough:
+        too_large = {base_of(each.strategy) for each in candidates if each.least_shortfall_bytes}  # in any mode
+        if base in too_large or self.evaluation.best_case(base).seconds >= enough:
             return []
         evaluated = {each.strategy.activation_checkpointing for each in candidates if each.memory is not None}
         modes = {
