@@ -66,18 +66,31 @@ def test_it_is_never_slower_than_one_mode_for_all_layers(num_layers: int, settin
         assert sum(count for _, count in mixed.strategy.layer_modes) == num_layers
 
 
-def test_few_of_many_mixtures_are_drafted(monkeypatch: pytest.MonkeyPatch) -> None:
-    drafted: set[Strategy] = set()
+@pytest.fixture
+def drafted(monkeypatch: pytest.MonkeyPatch) -> set[Strategy]:
+    """The strategies that are drafted."""
+    asked: set[Strategy] = set()
     draft = StrategyEvaluation.draft
 
     def counted(self: StrategyEvaluation, strategy: Strategy) -> Any:
-        drafted.update([strategy] if strategy.layer_modes else [])
+        asked.add(strategy)
         return draft(self, strategy)
 
     monkeypatch.setattr(StrategyEvaluation, "draft", counted)
+    return asked
+
+
+def test_few_of_many_mixtures_are_drafted(drafted: set[Strategy]) -> None:
     made = planned(model={**DEEP, "num_layers": 96}, gpus=1, mem="21G", global_batch=16)
     assert made.strategy.activation_checkpointing == "budget"
-    assert len(drafted) < 24
+    assert len([strategy for strategy in drafted if strategy.layer_modes]) < 24
+
+
+def test_nothing_is_mixed_under_a_stage_whose_states_alone_are_too_large(drafted: set[Strategy]) -> None:
+    made = planned(model={**DEEP, "parameters": 5_000_000_000}, gpus=64, mem="8G", global_batch=640)
+    assert made.strategy.zero_stage == 3 and made.strategy.activation_checkpointing == "budget"
+    assert {each.zero_stage for each in drafted if each.activation_checkpointing == "off"} >= {2, 3}
+    assert {each.zero_stage for each in drafted if each.activation_checkpointing != "off"} == {3}
 
 
 def mixed() -> Plan:
