@@ -10,8 +10,9 @@ faster by `GAP` at most.
 
 Of more than two modes, only neighbours on the lower convex hull of bytes and seconds are mixed: layers are alike, so a
 mode on the line between two others is no better than a mixture of these. With few layers one layer is too much for
-that, so there all pairs of modes are mixed. Left out: mixtures of three modes, which could use the memory of a part of
-a layer; and mixtures beside a share of the optimizer on the host, unless that is pinned.
+that, so there all pairs of modes are mixed. The first strategy's hull is that of the others: they change bytes and
+seconds of all modes alike. Left out: mixtures of three modes, which could use the memory of a part of a layer; and
+mixtures beside a share of the optimizer on the host, unless that is pinned.
 """
 
 from collections.abc import Iterator, Sequence
@@ -21,7 +22,7 @@ from itertools import combinations, pairwise
 from frugal.config.layers import FLAG, LayerModes
 from frugal.errors import RequestError, refuse
 from frugal.planning import cost
-from frugal.planning.memory.profile import largest_near
+from frugal.planning.memory.profile import MemoryProfile, largest_near
 from frugal.planning.search.candidate import TIE, Candidate, Source, fastest_seconds
 from frugal.planning.search.evaluate import StrategyEvaluation
 from frugal.planning.strategy import LAYER_MODES, RATIOS, LayerMode, Offload, Strategy, in_part, share_on_host
@@ -81,10 +82,11 @@ def check_pinned(modes: LayerModes, strategy: Strategy, source: Source) -> None:
 
 
 def _bases(candidates: Sequence[Candidate]) -> list[Strategy]:
-    """Return the strategies under which modes are mixed, the fastest with one mode first."""
-    ordered = sorted(candidates, key=lambda candidate: candidate.seconds)
-    bases = list(dict.fromkeys(base_of(candidate.strategy) for candidate in ordered))
-    return [base for base in bases if base.offload_ratio == 1] or bases  # a share that is pinned
+    """Return the strategies under which modes are mixed, the fastest with one mode first; bounds are no times."""
+    bases = dict.fromkeys(
+        base_of(each.strategy) for each in sorted(candidates, key=lambda each: (each.memory is None, each.seconds))
+    )
+    return [base for base in bases if base.offload_ratio == 1] or [*bases]  # a share that is pinned
 
 
 class Mixtures:
@@ -93,6 +95,7 @@ class Mixtures:
     def __init__(self, evaluation: StrategyEvaluation) -> None:
         self.evaluation = evaluation
         self.source = evaluation.source
+        self._modes = [*LAYER_MODES]  # but for those that a hull left out
 
     def faster(self, candidates: Sequence[Candidate]) -> list[Candidate]:
         """Return mixtures that fit, evaluated in full, and are faster than all `candidates` by more than a tie.
@@ -124,7 +127,7 @@ class Mixtures:
         evaluated = {each.strategy.activation_checkpointing for each in candidates if each.memory is not None}
         modes = {
             mode: draft
-            for mode in LAYER_MODES
+            for mode in self._modes
             if mode in evaluated and (draft := self.evaluation.draft(mixture(base, ((mode, 1),)))) is not None
         }
         if len(modes) < 2 or not any(draft.fits for draft in modes.values()):
@@ -133,7 +136,9 @@ class Mixtures:
         num_layers = self.source.num_layers(several)
         if num_layers < 2:
             return []
-        names = combinations(modes, 2) if num_layers <= FEW_LAYERS else pairwise(self._hull(base, modes))
+        hull = self._hull(base, modes) if num_layers > FEW_LAYERS else [*modes]
+        self._modes = [mode for mode in self._modes if mode in hull or mode not in modes]
+        names = combinations(modes, 2) if num_layers <= FEW_LAYERS else pairwise(hull)
         pairs = [(modes[frugal], modes[generous]) for frugal, generous in names]
         pairs = [pair for pair in pairs if self._may_gain(*pair, enough)]
         if pairs and self.source.why_not_mixed(several):
@@ -152,8 +157,7 @@ class Mixtures:
         points: list[Point] = []
         for mode in modes:
             strategy = mixture(base, ((mode, 1),))
-            profile = self.source.draft(strategy, True)
-            assert profile is not None, "drafted before, but no more"
+            profile = self._profile(strategy)
             grown = profile.memory(2 * micro, device).total_bytes - profile.memory(micro, device).total_bytes
             points.append((grown, self.evaluation.time(profile.costs, strategy, batch).total_seconds, mode))
         hull: list[Point] = []
@@ -169,19 +173,19 @@ class Mixtures:
         """Return whether the batch of a mode with the work of one that keeps more takes less than `enough`."""
         if frugal.batch is None or (generous.fits and generous.takes_one_micro_step):
             return False  # nothing fits, or there is no reason to recompute
-        costs = self._costs(generous.strategy)
+        costs = self._profile(generous.strategy).costs
         return self.evaluation.time(costs, generous.strategy, frugal.batch).total_seconds < enough
 
-    def _costs(self, strategy: Strategy) -> cost.ModelCosts:
+    def _profile(self, strategy: Strategy) -> MemoryProfile:
         profile = self.source.draft(strategy, True)
         assert profile is not None, "drafted before, but no more"
-        return profile.costs
+        return profile
 
     def _of_pair(self, frugal: Candidate, generous: Candidate, enough: float) -> Candidate | None:
         """Return the draft of the fastest mixture of two modes; None where none is faster than `enough`."""
         base, first_costs, last_costs = (
             base_of(frugal.strategy),
-            *map(self._costs, (frugal.strategy, generous.strategy)),
+            *(self._profile(each.strategy).costs for each in (frugal, generous)),
         )
         modes = frugal.strategy.modes[0], generous.strategy.modes[0]
         num_layers = self.source.num_layers(mixture(base, ((modes[0], 1), (modes[1], 1))))
@@ -228,8 +232,7 @@ class Mixtures:
     def _fits(self, strategy: Strategy, draft: Candidate) -> bool:
         """Return whether a strategy has memory for the batch of a draft, with what the allocator wastes."""
         assert draft.batch is not None
-        refuted = self.evaluation.refuted.get(strategy)
-        if refuted is not None and draft.micro_batch >= refuted.micro_batch:
+        if (refuted := self.evaluation.refuted.get(strategy)) and draft.micro_batch >= refuted.micro_batch:
             return False
         accumulates = self.evaluation.request.lengths is not None or not draft.takes_one_micro_step
         profile = self.source.profile(strategy, accumulates)
