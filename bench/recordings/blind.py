@@ -1,8 +1,8 @@
 """`python -m bench.recordings.blind [NAME ...]`: strangers' loops that are predicted before they are compared.
 
-Each loop was written from a script, and what frugal made of it was kept in `bench/results/blind.json`, before the
-published bytes were put beside it: the first predictions stay there as they were. With names only these rows are made
-and nothing is written.
+Each loop was written from a script, and what frugal made of it was kept in `bench/results/blind-first.json` before the
+published bytes were put beside it. `bench/results/blind.json` has both, and what a row comes to now. With names only
+these rows are made and nothing is written.
 """
 
 import json
@@ -18,6 +18,8 @@ from bench.recordings.loops import checkpointed, course, from_scratch, vision
 from frugal.tools.own_loop.run import dry_run
 
 RESULTS = Path(__file__).parents[1] / "results" / "blind.json"
+FIRST = RESULTS.with_name("blind-first.json")
+"""Bytes by row as first predicted: kept as they were."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +109,7 @@ def vit_large(name: str, loop: Callable[[], course.Peaks]) -> Row:
 
 
 def of_checkpointing(name: str, loop: Callable[[], course.Peaks]) -> Row:
-    """Return a row of the student's experiments."""
+    """Return a row of a student's experiments."""
     return Row(
         f"rtx4090-{name}", loop, "rtx4090-24g", "2.11.0+cu128",
         "BraveBeter/assignment2-systems at d7eef157, student_scripts/a2k and results",
@@ -124,6 +126,52 @@ def predicted(row: Row) -> dict[str, Any]:
     return {**facts, "predicted_allocated_bytes": allocated, "predicted_reserved_bytes": reserved}
 
 
+GIB, GB, MIB = (2**30, 4), (10**9, 2), (2**20, 1)
+"""A unit, and the digits that are printed of it."""
+WHOLE, ALL = (2**20, 0), (2**20, 12)
+
+PUBLISHED: dict[str, tuple[tuple[int, int], float | None, float | None]] = {
+    "a100-gpt-from-scratch-0": (GIB, 2.5069, 26.2617), "a100-gpt-from-scratch-1": (GIB, None, 26.2422),
+    "a100-gpt-from-scratch-3": (GIB, None, 26.2422), "a100-gpt-from-scratch-5": (GIB, None, 13.7871),
+    "a100-gpt-from-scratch-6": (GIB, None, 11.5645), "a100-gpt-from-scratch-7": (GIB, None, 5.9004),
+    "a100-vit-l-16-fp32-64": (GB, None, 26.79), "a100-vit-l-16-fp16-mixed-64": (GB, None, 18.21),
+    "a100-vit-l-16-bf16-64": (GB, None, 13.82), "a100-vit-l-16-bf16-16": (GB, None, 5.69),
+    "a100-vit-l-16-bf16-4x4": (GB, None, 3.91), "a100-vit-l-16-bf16-4x4-sgd": (GB, None, 2.02),
+    "rtx4090-small-cnn-128": (MIB, 530.9, 604.0), "rtx4090-vgg16-bn-128": (MIB, 17231.9, 18752.0),
+    "rtx4090-resnet50-128": (MIB, 11738.2, 12982.0), "rtx4090-vit-b-16-128": (MIB, 17218.1, 18142.0),
+    "rtx4090-conv-1000": (WHOLE, 3445, None), "rtx4090-conv-conv-1000": (WHOLE, 4020, None),
+    "rtx4090-conv-relu-1000": (WHOLE, 3445, None), "rtx4090-conv-bn-1000": (MIB, 4019.5, 4034.0),
+    "rtx4090-conv-dropout-1000": (WHOLE, 3589, None), "rtx4090-conv-softmax-1000": (WHOLE, 3445, None),
+    "rtx4090-ctx1024-group-none": (ALL, 10046.1259765625, 10204.0),
+    "rtx4090-ctx1024-group-1": (ALL, 8096.53564453125, 8162.0),
+    "rtx4090-ctx1024-group-2": (ALL, 8096.53564453125, 8166.0),
+    "rtx4090-ctx1024-group-4": (ALL, 8096.53564453125, 8152.0),
+    "rtx4090-ctx1024-group-8": (ALL, 8096.53564453125, 8182.0),
+    "rtx4090-ctx2048-group-none": (ALL, 19623.6689453125, 19936.0),
+    "rtx4090-ctx2048-group-1": (ALL, 8094.92626953125, 9398.0),
+    "rtx4090-attention-512x64": (ALL, 19.8798828125, 26.0), "rtx4090-attention-512x128": (ALL, 20.2548828125, 26.0),
+    "rtx4090-attention-2048x64": (ALL, 69.76953125, 84.0), "rtx4090-attention-2048x128": (ALL, 71.26953125, 86.0),
+    "rtx4090-attention-8192x64": (ALL, 854.328125, 862.0), "rtx4090-attention-8192x128": (ALL, 860.328125, 982.0),
+    "rtx4070ti-super-dinov2-giant": (GB, 9.82, None),
+}  # fmt: skip
+"""How a source prints, and its figures of blocks and of segments."""
+
+
+def compared(made: dict[str, Any], first: dict[str, Any]) -> dict[str, Any]:
+    """Return a row with the published bytes, the errors, and those of its first prediction. Figures that are printed
+    alike count as exact."""
+    (unit, digits), *published = PUBLISHED[made["name"]]
+    for what, printed in zip(("allocated", "reserved"), published, strict=True):
+        if printed is None:
+            continue
+        made[f"{what}_bytes"] = round(printed * unit)
+        for prefix, source in (("", made), ("first_", first)):
+            found = source[f"predicted_{what}_bytes"] / unit
+            made[f"{prefix}{what}_error"] = 0.0 if round(found, digits) == printed else found / printed - 1
+        made[f"first_predicted_{what}_bytes"] = first[f"predicted_{what}_bytes"]
+    return made
+
+
 @cache
 def dry_run_of(loop: Callable[[], Any], card: str, version: str) -> Any:
     """Return what a loop returns in its dry run, which is made once for all of its rows."""
@@ -132,15 +180,24 @@ def dry_run_of(loop: Callable[[], Any], card: str, version: str) -> Any:
     return found[0]
 
 
+def line(each: dict[str, Any]) -> str:
+    """Return the line of a row: published bytes, error of the first prediction, error now."""
+    parts = [f"{each['name']:<30}"]
+    for what in ("allocated", "reserved"):
+        if f"{what}_bytes" in each:
+            errors = f"{each[f'first_{what}_error']:+.3%} now {each[f'{what}_error']:+.3%}"
+            parts.append(f"{what} {each[f'{what}_bytes'] / 2**20:>9.1f} MiB {errors}")
+    return " ".join(parts)
+
+
 def main(names: Sequence[str]) -> None:
     """Make the rows of these names, or all, and print them as they come."""
-    made = []
+    made, first = [], json.loads(FIRST.read_text())
     for row in rows():
         if names and row.name not in names:
             continue
-        made.append(predicted(row))
-        allocated, reserved = (made[-1][f"predicted_{what}_bytes"] / 2**20 for what in ("allocated", "reserved"))
-        print(f"{row.name:<34} allocated {allocated:>9.1f} MiB reserved {reserved:>9.1f} MiB", flush=True)
+        made.append(compared(predicted(row), first[row.name]))
+        print(line(made[-1]), flush=True)
     if not names:
         about = environment("python -m bench.recordings.blind")
         RESULTS.write_text(json.dumps({**about, "rows": made}, indent=1) + "\n")
