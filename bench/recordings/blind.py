@@ -77,7 +77,7 @@ def rows() -> Iterator[Row]:
             f"rtx4090-{name}-128", vision.notebook, "rtx4090-24g", "2.0.1+cu117",
             "WSShiro/vramexp at 12ad23cc, vramexp1.ipynb",
             "fp32, 128 images of 224 pixels, SGD; models before it stay on the card",
-            "that its cells ran in their order", name,
+            "that it ran once, from its start", name,
         )  # fmt: skip
     for name in vision.AFTER:
         yield Row(
@@ -114,7 +114,7 @@ def of_checkpointing(name: str, loop: Callable[[], course.Peaks]) -> Row:
         f"rtx4090-{name}", loop, "rtx4090-24g", "2.11.0+cu128",
         "BraveBeter/assignment2-systems at d7eef157, student_scripts/a2k and results",
         "the course's decoder of 24 layers, bf16 autocast, a sample, AdamW; or attention by hand in bf16",
-        "that the course's model of 2026 is unchanged; two counted steps for 5",
+        "that the course's model of 2026 is unchanged",
     )  # fmt: skip
 
 

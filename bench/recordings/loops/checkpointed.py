@@ -42,7 +42,7 @@ def in_groups(length: int, group: int | None) -> Peaks:
     for _ in range(3):
         step()
     found = []
-    for _ in range(2):
+    for _ in range(5):
         torch.cuda.reset_peak_memory_stats()
         step()
         found.append(peaks())

@@ -180,7 +180,11 @@ def resnet50_of_10() -> nn.Module:
 
 
 def notebook() -> dict[str, Peaks]:
-    """Run the notebook: four models, one after the other, each of which stays on the card with its gradients."""
+    """Run the notebook: four models, one after the other, each of which stays on the card with its gradients.
+
+    torchinfo 1.8 moves a model to the card, and runs it there, once for its table and once for an estimate: of the
+    first model after its training, of the others before.
+    """
     models: dict[str, Callable[[], nn.Module]] = {
         "small-cnn": SmallNet, "vgg16-bn": vgg16, "resnet50": resnet50_of_10,
         "vit-b-16": lambda: VisionTransformer(768, 12, 12),
@@ -188,8 +192,22 @@ def notebook() -> dict[str, Peaks]:
     kept, found = [], {}
     for name, make in models.items():
         kept.append(make())
+        if len(kept) > 1:
+            _summarized(kept[-1])
         found[name] = trained(kept[-1], (128, 3, 224, 224), (128, 10), 12)
+        if len(kept) == 1:
+            _summarized(kept[-1])
     return found
+
+
+def _summarized(model: nn.Module) -> None:
+    for _ in range(2):
+        images = torch.rand(128, 3, 224, 224).to("cuda")
+        model.eval()
+        with torch.no_grad():
+            model = model.to("cuda")
+            model(images)
+        model.train()
 
 
 def trained(model: nn.Module, images: tuple[int, ...], targets: tuple[int, ...], steps: int) -> Peaks:
