@@ -192,7 +192,7 @@ def line(each: dict[str, Any]) -> str:
 
 def main(names: Sequence[str]) -> None:
     """Make the rows of these names, or all, and print them as they come."""
-    made, first = [], json.loads(FIRST.read_text())
+    made, first = [], json.loads(FIRST.read_text())["rows"]
     for row in rows():
         if names and row.name not in names:
             continue

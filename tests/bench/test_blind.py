@@ -7,7 +7,7 @@ import pytest
 
 from bench.recordings import blind
 
-FIRST = json.loads(blind.FIRST.read_text())
+FIRST = json.loads(blind.FIRST.read_text())["rows"]
 NOW = json.loads(blind.RESULTS.read_text())["rows"]
 
 
