@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.environment import environment
-from bench.recordings.loops import checkpointed, course, from_scratch, vision
+from bench.recordings.loops import checkpointed, course, from_scratch, student_decoder, vision
 from frugal.tools.own_loop.run import dry_run
 
 RESULTS = Path(__file__).parents[1] / "results" / "blind.json"
@@ -95,6 +95,12 @@ def rows() -> Iterator[Row]:
         "pytorch/ao at 072500ab, torchao/optim/README.md and benchmarks/benchmark_low_bit_adam.py",
         "bf16, 32 images, layers checkpointed, fused AdamW, not compiled",
         "224 pixels, as the script crops; another card of the same generation; torch 2.4",
+    )  # fmt: skip
+    yield Row(
+        "student-large-ctx256-step", partial(student_decoder.last_step, "large", 256), "rtx4090-24g", "2.6.0",
+        "notHanmin/assignment2-systems at 33be88e, cs336_systems and memory_snapshot.pickle",
+        "a decoder of 36 layers, fp32, 4 samples of 256 tokens, AdamW by hand; the recorded step",
+        "the card; three steps with an update a round for 10; that the recorded round is the last",
     )  # fmt: skip
 
 
