@@ -169,11 +169,11 @@ def test_how_true_first_predictions_of_strangers_loops_were() -> None:
         [each[f"first_{what}_error"] for each in rows if f"{what}_bytes" in each] for what in ("allocated", "reserved")
     )
     assert (
-        f"{len(rows)} loops of five more strangers, predicted before they were compared | allocated: "
+        f"{len(rows)} loops of six more strangers, predicted before they were compared | allocated: "
         f"{allocated.count(0)} of {len(allocated)} exact, worst {100 * min(allocated):.1f} %; reserved: "
         f"{reserved.count(0)} of {len(reserved)} exact, median {100 * statistics.median(map(abs, reserved)):.2f} %, "
         f"ViT-L in 16 bits {100 * min(reserved):.0f} %, VGG-16 {100 * max(reserved):+.0f} %"
-    ) in row("36 loops of five more strangers")
+    ) in row("37 loops of six more strangers")
 
 
 def test_how_true_dry_runs_of_strangers_loops_are() -> None:

@@ -159,8 +159,9 @@ PUBLISHED: dict[str, tuple[tuple[int, int], float | None, float | None]] = {
     "rtx4090-attention-2048x64": (ALL, 69.76953125, 84.0), "rtx4090-attention-2048x128": (ALL, 71.26953125, 86.0),
     "rtx4090-attention-8192x64": (ALL, 854.328125, 862.0), "rtx4090-attention-8192x128": (ALL, 860.328125, 982.0),
     "rtx4070ti-super-dinov2-giant": (GB, 9.82, None),
+    "student-large-ctx256-step": (ALL, 23281500672 / 2**20, 22738.0),
 }  # fmt: skip
-"""How a source prints, and its figures of blocks and of segments."""
+"""How a source prints, and its figures of blocks and of segments; those of the last row are its recording's."""
 
 
 def compared(made: dict[str, Any], first: dict[str, Any]) -> dict[str, Any]:
