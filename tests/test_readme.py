@@ -162,6 +162,20 @@ def test_how_true_the_allocator_is_to_recordings_of_real_cards() -> None:
     assert f"In {kept['with_new_segments']} a segment was made" in BENCHMARKS
 
 
+def test_how_true_first_predictions_of_strangers_loops_were() -> None:
+    """Published bytes are printed beside them."""
+    rows = measured("blind")["rows"]
+    allocated, reserved = (
+        [each[f"first_{what}_error"] for each in rows if f"{what}_bytes" in each] for what in ("allocated", "reserved")
+    )
+    assert (
+        f"{len(rows)} loops of six more strangers, predicted before they were compared | allocated: "
+        f"{allocated.count(0)} of {len(allocated)} exact, worst {100 * min(allocated):.1f} %; reserved: "
+        f"{reserved.count(0)} of {len(reserved)} exact, median {100 * statistics.median(map(abs, reserved)):.2f} %, "
+        f"ViT-L in 16 bits {100 * min(reserved):.0f} %, VGG-16 {100 * max(reserved):+.0f} %"
+    ) in row("37 loops of six more strangers")
+
+
 def test_how_true_dry_runs_of_strangers_loops_are() -> None:
     made = measured("predictions")
     kept = made["summary"]

@@ -193,6 +193,55 @@ def test_a_cpu_copies_fp16_before_its_softmax(form: Callable[..., Tensor]) -> No
     assert list(tracker.timeline().fixed) == [4 * values.numel()] * 2
 
 
+aten, IMAGE, TEXT = torch.ops.aten, (16, 32, 64, 64), (16, 256, 1024)
+READ_CONTIGUOUS: dict[str, tuple[tuple[int, ...], Callable[[Tensor], object], list[float], bool]] = {
+    "native_layer_norm": (TEXT, lambda x: aten.native_layer_norm(x, [1024], None, None, 1e-5), [1, 1, -1], False),
+    "_fused_rms_norm": (TEXT, lambda x: aten._fused_rms_norm(x, [1024], None, 1e-5), [1, 1, -1], False),
+    "_softmax": (TEXT, lambda x: aten._softmax(x, -1, False), [1, 1, -1], False),
+    "_log_softmax": (TEXT, lambda x: aten._log_softmax(x, 1, False), [1, 1, -1], False),
+    "cumsum": (TEXT, lambda x: aten.cumsum(x, -1), [1, 1, -1], False),
+    "cumprod": (TEXT, lambda x: aten.cumprod(x, -1), [1, 1, -1], False),
+    "max_pool2d_with_indices": (IMAGE, lambda x: aten.max_pool2d_with_indices(x, [2, 2]), [1 / 4, 1 / 2, 1, -1], True),
+    "avg_pool2d": (IMAGE, lambda x: aten.avg_pool2d(x, [2, 2]), [1 / 4, 1, -1], True),
+    "_adaptive_avg_pool2d": (IMAGE, lambda x: aten._adaptive_avg_pool2d(x, [8, 8]), [1, 1 / 64, -1], True),
+    "adaptive_max_pool2d": (IMAGE, lambda x: aten.adaptive_max_pool2d(x, [8, 8]), [1 / 64, 1 / 32, 1, -1], False),
+    "upsample_nearest2d": (IMAGE, lambda x: aten.upsample_nearest2d(x, [128, 128]), [4, 1, -1], True),
+    "upsample_bilinear2d": (IMAGE, lambda x: aten.upsample_bilinear2d(x, [128, 128], False), [4], True),
+    "reflection_pad2d": (IMAGE, lambda x: aten.reflection_pad2d(x, [32, 32, 32, 32]), [4, 1, -1], False),
+    "convolution": (IMAGE, lambda x: convolved(x), [1, 1, -1], True),
+}  # fmt: skip
+"""An input's shape, the call, the blocks of 16 KiB and more that an emulated A100 takes and gives back where the input
+is transposed, in its own size, and whether one with channels last is read as it is."""
+
+
+def convolved(image: Tensor) -> Tensor:
+    """Convolve with as many channels as there are."""
+    kernel = torch.empty(32, 32, 3, 3, device="meta")
+    return torch.convolution(image, kernel, None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1)
+
+
+@pytest.mark.parametrize("name", READ_CONTIGUOUS)
+def test_a_kernel_copies_an_input_that_it_cannot_read_as_it_lies(name: str) -> None:
+    """What torch reads with strides, or has in rows already, is not copied."""
+    shape, call, expected, reads_channels_last = READ_CONTIGUOUS[name]
+    plain = torch.empty(shape, device="meta")
+    transposed = torch.empty(shape[1], shape[0], *shape[2:], device="meta").transpose(0, 1)
+
+    def of(values: Tensor) -> list[float]:
+        kept: list[object] = []
+        found = [each / plain.nbytes for each in requests(lambda: kept.append(call(values)), (8, 0))]
+        return [each for each in found if abs(each) >= 1 / 64]
+
+    outputs = expected if -1 not in expected else [each for each in expected if each != -1]
+    if -1 in expected:
+        outputs.remove(1)
+    assert of(plain) == outputs
+    assert of(transposed) == expected
+    if len(shape) == 4:
+        channels_last = of(plain.contiguous(memory_format=torch.channels_last))
+        assert channels_last == (outputs if reads_channels_last else expected)
+
+
 @pytest.fixture(scope="module")
 def calls() -> list[AttentionCall]:
     """Every case as tensors on meta."""

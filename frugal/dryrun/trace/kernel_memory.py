@@ -236,7 +236,9 @@ def _safe_softmax(args: tuple[Any, ...], *_: Any) -> Steps:
 def _cumulative_sum(args: tuple[Any, ...], *_: Any) -> Steps:
     """Return the steps of a cumulative sum: another type than the input's, as of a mask, copies the input first."""
     return (
-        NO_STEPS if args[0].dtype.is_floating_point or args[0].element_size() == 8 else (8 * args[0].numel(), OUTPUTS)
+        _copied(args[:1])
+        if args[0].dtype.is_floating_point or args[0].element_size() == 8
+        else (8 * args[0].numel(), OUTPUTS)
     )
 
 
@@ -258,13 +260,7 @@ def _index(args: tuple[Any, ...], _: Capability, any_size: bool) -> Steps:
 def _sort(args: tuple[Any, ...], *_: Any) -> Steps:
     """Return the steps of `cuda/Sort.cpp` for one long row: initial indices, then CUB's radix sort, which copies
     both."""
-    values = args[0]
-    return NO_STEPS if values.dim() != 1 else (OUTPUTS, 8 * values.numel(), values.nbytes + 8 * values.numel())
-
-
-def _ctc_backward(args: tuple[Any, ...], *_: Any) -> Steps:
-    """Return the steps of `LossCTC.cu`, `ctc_loss_backward_gpu_template`: states as large as forward's."""
-    return (args[6].nbytes, OUTPUTS)
+    return NO_STEPS if args[0].dim() != 1 else (OUTPUTS, 8 * args[0].numel(), args[0].nbytes + 8 * args[0].numel())
 
 
 def _loss(operator: object, args: tuple[Any, ...], resident_threads: int) -> Steps:
@@ -289,6 +285,13 @@ _LOSSES: dict[object, tuple[int, Callable[[int], Steps]]] = {
 def _copied(args: tuple[Any, ...], *_: Any) -> Steps:
     """Return the steps of a kernel that copies a gradient, and what else it reads, where it is not contiguous."""
     return (OUTPUTS, *(each.nbytes for each in args[:2] if isinstance(each, Tensor) and not each.is_contiguous()))
+
+
+def _image_copied(args: tuple[Any, ...], *_: Any) -> Steps:
+    """Return the steps of a kernel that reads images with channels last as they are, and copies what is not
+    contiguous either way."""
+    is_channels_last = args[0].dim() == 4 and args[0].is_contiguous(memory_format=torch.channels_last)
+    return NO_STEPS if is_channels_last else _copied(args[:1])
 
 
 def _sum(args: tuple[Any, ...], *_: Any) -> Steps:
@@ -330,8 +333,20 @@ _STEPS: dict[object, Callable[[tuple[Any, ...], Capability, bool], Steps]] = {
     **dict.fromkeys((aten.sum.default, aten.sum.dim_IntList), _sum),
     aten.native_layer_norm_backward.default: _copied,
     aten._fused_rms_norm_backward.default: _copied,
-    # `_fused_rms_norm`, `cuda/layer_norm_kernel.cu`
-    aten._fused_rms_norm.default: lambda args, *_: (*_copied(args[:1])[1:], OUTPUTS),
+    # `cuda/layer_norm_kernel.cu`: `expect_contiguous`, before outputs are made
+    **dict.fromkeys(
+        (aten.native_layer_norm.default, aten._fused_rms_norm.default),
+        lambda args, *_: (*_copied(args[:1])[1:], OUTPUTS),
+    ),
+    # `Convolution.cpp` and `cuda/AdaptiveAveragePooling.cu`, also before
+    **dict.fromkeys(
+        (aten.convolution.default, aten._adaptive_avg_pool2d.default),
+        lambda args, *_: (*_image_copied(args)[1:], OUTPUTS),
+    ),
+    **dict.fromkeys(
+        (aten.avg_pool2d.default, aten.max_pool2d_with_indices.default, aten.upsample_nearest2d.default),
+        _image_copied,
+    ),
     **dict.fromkeys(
         (
             aten.avg_pool2d_backward.default,
@@ -342,6 +357,12 @@ _STEPS: dict[object, Callable[[tuple[Any, ...], Capability, bool], Steps]] = {
             aten.upsample_nearest2d_backward.default,
             aten.upsample_bicubic2d_backward.default,
             aten.upsample_nearest1d.default,
+            aten._softmax.default,
+            aten._log_softmax.default,
+            aten.adaptive_max_pool2d.default,
+            aten.cumprod.default,
+            aten.reflection_pad1d.default,
+            aten.reflection_pad2d.default,
             aten.reflection_pad1d_backward.default,
             aten.reflection_pad2d_backward.default,
             aten.roll.default,
@@ -350,8 +371,11 @@ _STEPS: dict[object, Callable[[tuple[Any, ...], Capability, bool], Steps]] = {
     ),
     aten.sort.default: _sort,
     aten.sort.stable: _sort,
-    aten._ctc_loss_backward.default: _ctc_backward,
-    aten._ctc_loss_backward.Tensor: _ctc_backward,
+    # `LossCTC.cu`, `ctc_loss_backward_gpu_template`: states as large as forward's
+    **dict.fromkeys(
+        (aten._ctc_loss_backward.default, aten._ctc_loss_backward.Tensor),
+        lambda args, *_: (args[6].nbytes, OUTPUTS),
+    ),
 }
 
 
