@@ -81,8 +81,9 @@ def test_the_replay_of_other_lengths_is_that_of_a_dry_run_of_them(
     assert replayed is not None
     found = replayed[0][0].replays(0)
     assert found.under().peak_allocated_bytes == pytest.approx(expected.under().peak_allocated_bytes, rel=2e-3)
-    assert found.under().peak_reserved_bytes == pytest.approx(expected.under().peak_reserved_bytes, rel=0.01)
-    assert found.smallest_capacity() == pytest.approx(expected.smallest_capacity(), rel=0.01)
+    within = 0.01 if loss == "plain" else 0.03  # one trace tells no squares from lines, and t5 has biases of both
+    assert found.under().peak_reserved_bytes == pytest.approx(expected.under().peak_reserved_bytes, rel=within)
+    assert found.smallest_capacity() == pytest.approx(expected.smallest_capacity(), rel=within)
 
 
 def test_a_plan_counts_what_the_allocator_keeps_of_other_lengths() -> None:
