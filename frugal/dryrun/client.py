@@ -17,7 +17,7 @@ from types import TracebackType
 from frugal.config import kernels
 from frugal.config.hardware.cluster import ASSUMED_CAPABILITY, CARDS, Cluster, Device
 from frugal.config.request import Request
-from frugal.deepspeed_adapter.simulate.engine import Steps, equal_steps, simulate
+from frugal.deepspeed_adapter.simulate.engine import Steps, equal_steps, fewest_steps, simulate
 from frugal.dryrun import shipped
 from frugal.dryrun.cache import Cache, digest, facts_key, model_key
 from frugal.dryrun.messages import AskCheck, AskDryRun, AskFacts, AskFused, AskTrace, DryRun
@@ -32,7 +32,7 @@ from frugal.planning.memory.breakdown import Loading, MemoryBreakdown, loading_o
 from frugal.planning.memory.caching_allocator import SMALLEST_BLOCK
 from frugal.planning.memory.profile import MemoryProfile, RankMemory, fullest, reserved_with_room
 from frugal.planning.memory.timeline import MICRO_BATCHES, ModelTrace, NotAffineError, Timeline
-from frugal.planning.memory.workspaces import ANY_ROWS, with_scratch, with_workspaces, workspace_bytes
+from frugal.planning.memory.workspaces import ANY_ROWS, SCRATCH, with_scratch, with_workspaces, workspace_bytes
 from frugal.planning.model_facts import FUSED_LOSS, ModelFacts
 from frugal.planning.strategy import Strategy
 
@@ -99,7 +99,7 @@ class DryRunSource(AbstractContextManager["DryRunSource"]):
         self._replays_key = digest("replays", self._model)
         self._replays: KnownReplays = self._cache.read(self._replays_key, KnownReplays) or {}
         self._num_kept = _number(self._replays)
-        world = (cluster.world_size, self._ranks_per_node, self.kind, *self._kernels)
+        world = (cluster.world_size, self._ranks_per_node, self.kind, self.capability, self._workspace_bytes)
         self._outlines_key = digest("outlines", self._model, self._key(), world)
         self._outlines: Outlines = self._cache.read(self._outlines_key, Outlines) or {}
         self._num_outlines = len(self._outlines)
@@ -161,13 +161,17 @@ class DryRunSource(AbstractContextManager["DryRunSource"]):
 
     def draft(self, strategy: Strategy, accumulates: bool) -> MemoryProfile | None:
         """Return the profile without the allocator's part, where arithmetic is enough. Raises as `profile`."""
-        key = digest(strategy, accumulates)
-        if key not in self._outlines:
-            if self._drafts.trace(strategy) is None:
+        multiprocessors = self._multiprocessors if strategy.kernels == "liger" else 1
+        keys = [digest(strategy, accumulates, multiprocessors, *scratch) for scratch in ((), (self._resident_threads,))]
+        key = next((key for key in keys if key in self._outlines), None)
+        if key is None:
+            trace = self._drafts.trace(strategy)
+            if trace is None:
                 return None
-            full = self.profile(strategy, accumulates)
-            ranks = (replace(rank, timeline=rank.timeline.outline, known={}) for rank in full.ranks)
-            self._outlines[key] = full.costs.work, tuple(ranks)
+            steps = fewest_steps(accumulates, strategy.zero_stage, trace)
+            ranks = [self._simulate(trace, strategy, rank, steps) for rank in self._ranks(strategy, MAX_RANKS_SEARCHED)]
+            key = keys[SCRATCH in ranks[0].timeline.names]
+            self._outlines[key] = trace.work, tuple(replace(rank, timeline=rank.timeline.outline) for rank in ranks)
         outlined = self._profile(strategy, *self._outlines[key])
         return replace(outlined, loading=self._loading(strategy), counts_slack=False)
 

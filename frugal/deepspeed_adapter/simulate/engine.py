@@ -60,8 +60,8 @@ class SimulatedZero0(SimulatedOptimizer):
     def step(self) -> None:
         """Take the optimizer step, the first of which makes the states."""
         if not self._has_states:
-            for parameter in sorted(self._gradients):  # as the optimizer has them, not as they came
-                self._setting.make_states(self._setting.elements[parameter], self._stream)
+            for elements in self._setting.elements:  # as the optimizer has them, not as they came
+                self._setting.make_states(elements, self._stream)
             self._has_states = True
         for storage in self._gradients.values():
             self._stream.release(storage)
@@ -110,6 +110,16 @@ def equal_steps(accumulates: bool) -> Steps:
     return micro_steps, micro_steps
 
 
+def fewest_steps(accumulates: bool, zero_stage: int, trace: ModelTrace) -> Steps:
+    """Return fewer micro-steps with the same fullest moments: the optimizer's states are there before the only step.
+
+    A micro-step comes before it where there is only one, which does not find the workspace that its own backward
+    leaves, and where only a run tells ZeRO-3 which parameters a module looks at.
+    """
+    first, second = equal_steps(accumulates)
+    return first[: 1 if not accumulates or (zero_stage == 3 and trace.fetches is None) else 0], second
+
+
 def simulate(
     trace: ModelTrace,
     request: Request,
@@ -134,7 +144,8 @@ def simulate(
     host = PinnedBlocks(stream, kind)
     optimizer = _initialised(stream, host, setting, trace, arrives=by_tensor or kind == "cuda")
     for micro_steps in steps:
-        _accumulate(stream, optimizer, [MicroStep(stream, trace, sizes) for sizes in micro_steps], kind)
+        if micro_steps:
+            _accumulate(stream, optimizer, [MicroStep(stream, trace, sizes) for sizes in micro_steps], kind)
         stream.phase(OPTIMIZER_STEP)
         optimizer.step()
     return RankMemory(

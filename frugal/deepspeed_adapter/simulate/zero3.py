@@ -7,7 +7,7 @@ deepspeed/runtime/zero/partitioned_param_coordinator.py; its methods are named a
 
 from bisect import bisect_left
 from collections import defaultdict, deque
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, pairwise
@@ -68,6 +68,13 @@ class SimulatedPrefetch:
         self._in_backward: dict[int, None] = {}
         self._recomputed: dict[int, set[int]] = defaultdict(set)  # module -> frozen parameters kept for its backward
         self.num_gathers = self.gathered_elements = 0  # since the last forward began
+
+    def learn(self, fetches: Sequence[int]) -> None:
+        """Take the modules in the order in which they fetch from a trace, if there was no forward yet."""
+        if not self._runs:
+            self._order, self._runs = list(fetches), 1
+            for step, module in enumerate(fetches):
+                self._steps_of[module].append(step)
 
     def forward_begins(self, *_: int) -> None:
         """Begin a forward of the whole model (`reset_step`, `construct_parameter_trace_from_module_trace`)."""
@@ -291,7 +298,7 @@ class SimulatedZero3(SimulatedOptimizer):
 
     def __init__(self, stream: Stream, host: PinnedBlocks, setting: Setting, trace: ModelTrace) -> None:
         super().__init__(stream, host, setting)
-        self._micro_step = 0
+        self._micro_step, self._fetches = 0, trace.fetches or ()
         self._gathering = gathering = SimulatedPrefetch(stream, setting, trace)
         self._parts = [-(-n // setting.world_size) for n in setting.elements]
         self._groups = sub_groups(self._parts, setting.strategy.sub_group_elements)
@@ -414,6 +421,7 @@ class SimulatedZero3(SimulatedOptimizer):
     def step(self) -> None:
         """Take the optimizer step, one group of parts after the other (`step`)."""
         stream, setting = self._stream, self._setting
+        self._gathering.learn(self._fetches)
         self._gathering.split_all()
         self._micro_step = 0
         if setting.is_fp16:  # infinities are looked for (`has_overflow`): on a GPU in a copy of absolute values
