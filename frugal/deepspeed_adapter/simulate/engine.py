@@ -110,14 +110,9 @@ def equal_steps(accumulates: bool) -> Steps:
     return micro_steps, micro_steps
 
 
-def fewest_steps(accumulates: bool, zero_stage: int, trace: ModelTrace) -> Steps:
-    """Return fewer micro-steps with the same fullest moments: the optimizer's states are there before the only step.
-
-    A micro-step comes before it where there is only one, which does not find the workspace that its own backward
-    leaves, and where only a run tells ZeRO-3 which parameters a module looks at.
-    """
-    first, second = equal_steps(accumulates)
-    return first[: 1 if not accumulates or (zero_stage == 3 and trace.fetches is None) else 0], second
+LAST_STEP: Steps = (), (None, None)
+"""The second of `equal_steps` that accumulate, with the optimizer states of the first: up to ZeRO-2 it has the fullest
+moments of both. With ZeRO-3 the first micro-steps gather otherwise than those that follow."""
 
 
 def simulate(

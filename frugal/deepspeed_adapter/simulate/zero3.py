@@ -7,7 +7,7 @@ deepspeed/runtime/zero/partitioned_param_coordinator.py; its methods are named a
 
 from bisect import bisect_left
 from collections import defaultdict, deque
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, pairwise
@@ -59,8 +59,7 @@ class SimulatedPrefetch:
         self._available = 0  # elements
         self._runs = 0  # forwards so far
         self._step = 0
-        self._order: list[int] = []  # modules as they fetch, forward and backward
-        self._steps_of: dict[int, deque[int]] = defaultdict(deque)
+        self._order = trace.fetches  # of modules, forward and backward, which the first forward and backward tell
         self._uses: list[tuple[int, int]] = []  # (parameter, step that uses it)
         self._queue: deque[tuple[int, int]] = deque()
         self._fetched_for: dict[int, int] = {}
@@ -68,13 +67,6 @@ class SimulatedPrefetch:
         self._in_backward: dict[int, None] = {}
         self._recomputed: dict[int, set[int]] = defaultdict(set)  # module -> frozen parameters kept for its backward
         self.num_gathers = self.gathered_elements = 0  # since the last forward began
-
-    def learn(self, fetches: Sequence[int]) -> None:
-        """Take the modules in the order in which they fetch from a trace, if there was no forward yet."""
-        if not self._runs:
-            self._order, self._runs = list(fetches), 1
-            for step, module in enumerate(fetches):
-                self._steps_of[module].append(step)
 
     def forward_begins(self, *_: int) -> None:
         """Begin a forward of the whole model (`reset_step`, `construct_parameter_trace_from_module_trace`)."""
@@ -84,8 +76,7 @@ class SimulatedPrefetch:
         self.num_gathers = self.gathered_elements = 0
         self._runs += 1
         if self._runs == 2:
-            for module in self._order:
-                step = self._steps_of[module].popleft()
+            for step, module in enumerate(self._order):
                 self._uses += [(parameter, step) for parameter in self._own[module]]
         self._queue = deque(self._uses)
         self._fetched_for = {}
@@ -94,9 +85,6 @@ class SimulatedPrefetch:
 
     def fetch(self, module: int, _hold: int = -1, *, in_backward: bool = False) -> None:
         """Gather what a module needs before it runs (`fetch_sub_module`)."""
-        if self._runs == 1:
-            self._order.append(module)
-            self._steps_of[module].append(self._step)
         if in_backward:
             self._in_backward[module] = None
         else:
@@ -298,7 +286,7 @@ class SimulatedZero3(SimulatedOptimizer):
 
     def __init__(self, stream: Stream, host: PinnedBlocks, setting: Setting, trace: ModelTrace) -> None:
         super().__init__(stream, host, setting)
-        self._micro_step, self._fetches = 0, trace.fetches or ()
+        self._micro_step = 0
         self._gathering = gathering = SimulatedPrefetch(stream, setting, trace)
         self._parts = [-(-n // setting.world_size) for n in setting.elements]
         self._groups = sub_groups(self._parts, setting.strategy.sub_group_elements)
@@ -421,7 +409,6 @@ class SimulatedZero3(SimulatedOptimizer):
     def step(self) -> None:
         """Take the optimizer step, one group of parts after the other (`step`)."""
         stream, setting = self._stream, self._setting
-        self._gathering.learn(self._fetches)
         self._gathering.split_all()
         self._micro_step = 0
         if setting.is_fp16:  # infinities are looked for (`has_overflow`): on a GPU in a copy of absolute values

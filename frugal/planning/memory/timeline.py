@@ -447,12 +447,10 @@ class ModelTrace:
         return stops
 
     @cached_property
-    def fetches(self) -> list[int] | None:
-        """The modules in the order in which ZeRO-3 gathers for them; None: it depends on what they look at."""
-        marks = [mark for of_phase in self.marks for mark in of_phase]
-        reads = any(mark.kind is MarkKind.READ for mark in marks)
+    def fetches(self) -> list[int]:
+        """The modules in the order in which ZeRO-3 gathers what they need, forward and backward."""
         kinds = MarkKind.FETCH, MarkKind.FETCH_IN_BACKWARD
-        return None if reads else [mark.number for mark in marks if mark.kind in kinds]
+        return [mark.number for marks in self.marks for mark in marks if mark.kind in kinds]
 
     @cached_property
     def has_all_gradients(self) -> bool:
