@@ -51,7 +51,9 @@ from frugal.planning.report import summary_blocks
     type=Count(),
     help="Tokens to train on, instead of --steps and --epochs; 2B is 2 x 10^9. Any of these shows the time of a run.",
 )
-@click.option("--gpu-hour-price", type=float, help="Price of a GPU hour, in any currency, for the cost of a run.")
+@click.option(
+    "--gpu-hour-price", type=click.FloatRange(0), help="Price of a GPU hour, in any currency, for the cost of a run."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print plan.json instead of the report.")
 @click.option(
     "-o",

@@ -32,7 +32,7 @@ from frugal.planning.memory.breakdown import Loading, MemoryBreakdown, loading_o
 from frugal.planning.memory.caching_allocator import SMALLEST_BLOCK
 from frugal.planning.memory.profile import MemoryProfile, RankMemory, fullest, reserved_with_room
 from frugal.planning.memory.timeline import MICRO_BATCHES, ModelTrace, NotAffineError, Timeline
-from frugal.planning.memory.workspaces import ANY_ROWS, SCRATCH, with_scratch, with_workspaces, workspace_bytes
+from frugal.planning.memory.workspaces import ANY_ROWS, with_scratch, with_workspaces, workspace_bytes
 from frugal.planning.model_facts import FUSED_LOSS, ModelFacts
 from frugal.planning.strategy import Strategy
 
@@ -99,7 +99,7 @@ class DryRunSource(AbstractContextManager["DryRunSource"]):
         self._replays_key = digest("replays", self._model)
         self._replays: KnownReplays = self._cache.read(self._replays_key, KnownReplays) or {}
         self._num_kept = _number(self._replays)
-        world = (cluster.world_size, self._ranks_per_node, self.kind, self.capability, self._workspace_bytes)
+        world = (cluster.world_size, self._ranks_per_node, self.kind, *self._kernels)
         self._outlines_key = digest("outlines", self._model, self._key(), world)
         self._outlines: Outlines = self._cache.read(self._outlines_key, Outlines) or {}
         self._num_outlines = len(self._outlines)
@@ -161,17 +161,14 @@ class DryRunSource(AbstractContextManager["DryRunSource"]):
 
     def draft(self, strategy: Strategy, accumulates: bool) -> MemoryProfile | None:
         """Return the profile without the allocator's part, where arithmetic is enough. Raises as `profile`."""
-        way = strategy, accumulates, self._multiprocessors if strategy.kernels == "liger" else 1
-        keys = digest(way), digest(way, self._resident_threads)
-        key = next((key for key in keys if key in self._outlines), None)
-        if key is None:
+        key = digest(strategy, accumulates)
+        if key not in self._outlines:
             if self._drafts.trace(strategy) is None:
                 return None
             is_enough, numbers = accumulates and strategy.zero_stage < 3, self._ranks(strategy, MAX_RANKS_SEARCHED)
             last = self._simulated(strategy, LAST_STEP, numbers) if is_enough else None
             full = last or self.profile(strategy, accumulates)
             ranks = (replace(rank, timeline=rank.timeline.outline, known={}) for rank in full.ranks)
-            key = keys[SCRATCH in full.ranks[0].timeline.names]
             self._outlines[key] = full.costs.work, tuple(ranks)
         outlined = self._profile(strategy, *self._outlines[key])
         return replace(outlined, loading=self._loading(strategy), counts_slack=False)
