@@ -165,9 +165,8 @@ class DryRunSource(AbstractContextManager["DryRunSource"]):
         if key not in self._outlines:
             if self._drafts.trace(strategy) is None:
                 return None
-            is_enough, numbers = accumulates and strategy.zero_stage < 3, self._ranks(strategy, MAX_RANKS_SEARCHED)
-            last = self._simulated(strategy, LAST_STEP, numbers) if is_enough else None
-            full = last or self.profile(strategy, accumulates)
+            numbers = self._ranks(strategy, MAX_RANKS_SEARCHED) if accumulates and strategy.zero_stage < 3 else ()
+            full = (numbers and self._simulated(strategy, LAST_STEP, numbers)) or self.profile(strategy, accumulates)
             ranks = (replace(rank, timeline=rank.timeline.outline, known={}) for rank in full.ranks)
             self._outlines[key] = full.costs.work, tuple(ranks)
         outlined = self._profile(strategy, *self._outlines[key])
