@@ -165,8 +165,12 @@ class DryRunSource(AbstractContextManager["DryRunSource"]):
         if key not in self._outlines:
             if self._drafts.trace(strategy) is None:
                 return None
-            numbers = self._ranks(strategy, MAX_RANKS_SEARCHED) if accumulates and strategy.zero_stage < 3 else ()
-            full = (numbers and self._simulated(strategy, LAST_STEP, numbers)) or self.profile(strategy, accumulates)
+            full = (
+                self._simulated(strategy, LAST_STEP, self._ranks(strategy, MAX_RANKS_SEARCHED))
+                if accumulates and strategy.zero_stage < 3
+                else self.profile(strategy, accumulates)
+            )
+            assert full is not None, "traced, and not simulated"
             ranks = (replace(rank, timeline=rank.timeline.outline, known={}) for rank in full.ranks)
             self._outlines[key] = full.costs.work, tuple(ranks)
         outlined = self._profile(strategy, *self._outlines[key])
