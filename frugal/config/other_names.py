@@ -63,7 +63,7 @@ def _optimizer(name: str) -> str:
 
 OTHER_NAMES = {
     "train_tokens": OtherName(_PLAN, "--steps N or --epochs N says how long to train"),
-    "gpu_hour_price": OtherName(_PLAN, "leave it out; `frugal plan --gpu-hour-price {}` says what a run costs"),
+    "gpu_hour_price": OtherName(_PLAN, "leave it out; `frugal plan` says with it what a run costs"),
     "batch_size": OtherName(
         _MANY, "--global-batch N is what you want kept; --micro-batch {} pins the per-GPU size", _KEEPS_THE_BATCH
     ),
