@@ -4,7 +4,6 @@ import gc
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
-from unittest.mock import patch
 
 _THRESHOLDS = (100_000, 50, 1000)
 """Objects made before the youngest are looked at, and of the older generations how often; Python's: 700, 10, 10."""
@@ -30,6 +29,8 @@ def uncompiled() -> AbstractContextManager[Any]:
 
     torch.compile imports Inductor: a second of a planner's start, three of a rank's, for functions that none runs.
     """
+    from unittest.mock import patch  # with asyncio and ssl, which a plan from the cache does not need
+
     import torch
 
     def leave(function: Any = None, **_options: Any) -> Any:

@@ -23,7 +23,7 @@ _BYTES = {
     "T": TIB, "TIB": TIB, "TB": 10**12,
 }  # fmt: skip
 _MOST_BYTES = 2**60  # an exabyte
-_COUNT = re.compile(r"(-?\d{1,18}(?:_\d{1,3}){0,6}(?:\.\d{1,18})?)([kmbt]?)", re.IGNORECASE)
+_COUNT = re.compile(r"(-?\d{1,18}(?:_\d{1,3}){0,6}(?:\.\d{1,18})?(?:e\+?\d{1,2})?)([kmbt]?)", re.IGNORECASE)
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
 
 
@@ -64,7 +64,7 @@ def parse_bytes(text: str) -> int:
 
 
 def parse_count(text: str, thousand: int = 1000) -> int:
-    """Return the number in `text`, such as `512`, `128k`, `1.5M`, `2B`; `k` stands for `thousand`, `M` for its square.
+    """Return the number in `text`, such as `512`, `128k`, `1.5M`, `2e9`; `k` stands for `thousand`, `M` for its square.
 
     Raises:
         RequestError: no number, or no whole one.

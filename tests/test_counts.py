@@ -11,7 +11,17 @@ from frugal.units import parse_count
 
 @pytest.mark.parametrize(
     ("text", "number"),
-    [("512", 512), ("4M", 4_000_000), ("2B", 2 * 10**9), ("1.5k", 1500), ("1_000", 1000), ("-3", -3), ("1T", 10**12)],
+    [
+        ("512", 512),
+        ("4M", 4_000_000),
+        ("2B", 2 * 10**9),
+        ("1.5k", 1500),
+        ("1_000", 1000),
+        ("-3", -3),
+        ("1T", 10**12),
+        ("2e9", 2 * 10**9),
+        ("1.5E+3", 1500),
+    ],
 )
 def test_a_suffix_is_a_power_of_a_thousand(text: str, number: int) -> None:
     assert parse_count(text) == number
@@ -22,7 +32,7 @@ def test_of_a_length_it_is_a_power_of_1024() -> None:
     assert requested({"seq_len": "4k"})[0].seq_len == 4096
 
 
-@pytest.mark.parametrize("text", ["", "k", "4 M", "4G", "1.0005k", "1e6", "four", "1__0", "1_"])
+@pytest.mark.parametrize("text", ["", "k", "4 M", "4G", "1.0005k", "1.5e0", "1e-3", "1,000", "four", "1__0", "1_"])
 def test_what_is_no_whole_number_is_refused(text: str) -> None:
     with pytest.raises(RequestError) as caught:
         parse_count(text)

@@ -72,17 +72,17 @@ def command(
     if output is None:
         click.echo(next(iter(exported.files.values())), nl=False)
         click.echo(f"it reads {list(exported.files)[1]} beside it: -o DIR writes both", err=True)
-        return
-    for name, text in exported.files.items():
-        there = output / name
-        if there.is_file() and there.read_bytes() != text.encode():
-            raise RequestError(
-                f"{there} is there already, and differs",
-                because="it may have been edited, or be another plan's",
-                hint="move it away, or choose another folder with -o",
-            )
-    written = write_files(output, {name: text.encode() for name, text in exported.files.items()})
-    click.echo(f"wrote {' and '.join(map(str, written))}\n\nstart it with\n  {exported.start}")
+    else:
+        for name, text in exported.files.items():
+            there = output / name
+            if there.is_file() and there.read_bytes() != text.encode():
+                raise RequestError(
+                    f"{there} is there already, and differs",
+                    because="it may have been edited, or be another plan's",
+                    hint="move it away, or choose another folder with -o",
+                )
+        written = write_files(output, {name: text.encode() for name, text in exported.files.items()})
+        click.echo(f"wrote {' and '.join(map(str, written))}\n\nstart it with\n  {exported.start}")
 
 
 def _as_cut(plan: Plan, target: Target) -> Plan:

@@ -9,11 +9,12 @@ import tempfile
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
+from time import monotonic
 from typing import Any, get_args
 
 import click
 
-from frugal.cli.terminal import waiting
+from frugal.cli.terminal import PATIENCE, waiting
 from frugal.config.hardware import calibration as calibrations
 from frugal.config.hardware.calibration import Calibration
 from frugal.config.hardware.cluster import GENERIC, Card, Cluster, of_driver, recognise_card
@@ -23,10 +24,11 @@ from frugal.config.request import Request
 from frugal.config.run_settings import SAMPLE_NAMES
 from frugal.config.schema import PLAN_SETTINGS, SETTINGS, merged, read_toml, settings_of_toml, understand
 from frugal.config.setting import Group, SettingRow, flag_of, settings_of
+from frugal.dryrun.cache import Cache, digest
 from frugal.dryrun.planner import plans_here, with_lengths
 from frugal.errors import RequestError, failure
 from frugal.planning.plan import Plan
-from frugal.units import parse_count
+from frugal.units import format_seconds, parse_count
 
 FIRST = "What most runs need"
 OWN = "this command"
@@ -220,7 +222,8 @@ def read_settings(values: Mapping[str, Any]) -> dict[str, Any]:
 def plans(
     request: Request, cluster: Cluster, defaults: tuple[str, ...], *, will_dry_run: bool = True
 ) -> Generator[Plan]:
-    """Yield drafts and last the plan for a request, with a line on the terminal while the user waits.
+    """Yield drafts and last the plan for a request, with a line on the terminal while the user waits: what is done, and
+    how many seconds that took here the last time that there was such a line, if possible for the same model.
 
     `will_dry_run`: whether more than the first is wanted.
 
@@ -228,12 +231,16 @@ def plans(
     """
     made, plan = plans_here(request, cluster, defaults, will_dry_run=will_dry_run), None
     what = f"{request.model}{' with LoRA' if request.lora is not None else ''}"
-    doing = f"tracing {what} and searching; its trace is kept for other plans"
+    doing, hint, cache = "tracing {} and searching", "; its trace is kept for other plans", Cache.of_user()
     while plan is None or plan.is_draft:
-        with waiting(doing):
+        keys, start = [digest("seconds", doing, *of_model) for of_model in ([what], [])], monotonic()
+        last = next(filter(None, (cache.read(key, tuple[str, float]) for key in keys)), None)
+        with waiting(doing.format(what) + (f", the last took {format_seconds(last[1])} ({last[0]})" if last else hint)):
             plan = next(made)
+        for key in keys if monotonic() - start > PATIENCE else ():
+            cache.write(key, (what, monotonic() - start))
         yield plan
-        doing = f"dry-running {what}"
+        doing, hint = "dry-running {}", ""
 
 
 def planned(request: Request, cluster: Cluster, defaults: tuple[str, ...]) -> Plan:

@@ -37,7 +37,7 @@ from frugal.config.setting import build
 from frugal.deepspeed_adapter.json_config import write_plan
 from frugal.dryrun.planner import what_helps
 from frugal.dryrun.pool import shared_workers
-from frugal.planning.plan import Plan
+from frugal.planning.plan import Plan, check_length
 from frugal.planning.report import summary_blocks
 
 
@@ -97,9 +97,11 @@ def command(
             check_folder(folder, flag)
     is_watched = is_terminal() and not (as_json or verbose or with_table)
     draft: Plan | None = None  # the last that was shown
-    with closing(plans(*collect(settings), will_dry_run=not only_draft)) as made:
+    run, asked = _run(values, settings), collect(settings)
+    if run:
+        check_length(**run, knows_samples=asked[0].lengths is not None)  # before the user waits
+    with closing(plans(*asked, will_dry_run=not only_draft)) as made:
         plan = next(made)
-        run = _run(values, settings)
         cost = plan.cost(**run) if run else None
         while plan.is_draft and not only_draft:
             if is_watched:

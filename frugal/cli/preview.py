@@ -79,18 +79,18 @@ def _sample(
         yield f"{head}{packed}, {num_targets} trained on"
         for pieces in documents:
             yield _shown(pieces, with_colour)
-        return
-    yield head
-    yield _shown(_of_tokens(tokenizer, ids, np.zeros(len(ids), bool)), with_colour)
-    if "label" in sample:
-        label = sample["label"]
-        named = f" ({report.label_names[label]})" if label < len(report.label_names) else ""
-        yield _shown([_Stretch(f"class {label}{named}", num_targets=1)], with_colour)
-    elif "labels" in sample:
-        target = sample["labels"]
-        yield _shown(_of_tokens(tokenizer, target, np.ones(len(target), bool)), with_colour)
     else:
-        yield "some of its tokens are masked, and predicted, anew in each epoch"
+        yield head
+        yield _shown(_of_tokens(tokenizer, ids, np.zeros(len(ids), bool)), with_colour)
+        if "label" in sample:
+            label = sample["label"]
+            named = f" ({report.label_names[label]})" if label < len(report.label_names) else ""
+            yield _shown([_Stretch(f"class {label}{named}", num_targets=1)], with_colour)
+        elif "labels" in sample:
+            target = sample["labels"]
+            yield _shown(_of_tokens(tokenizer, target, np.ones(len(target), bool)), with_colour)
+        else:
+            yield "some of its tokens are masked, and predicted, anew in each epoch"
 
 
 def _shown(pieces: Iterable[_Stretch], with_colour: bool) -> str:

@@ -51,8 +51,8 @@ def command(folders: tuple[Path, ...], output: Path | None, as_json: bool) -> No
             "differing": [{"name": row[0], "values": row[1:]} for row in words.differing(runs)],
             "notes": words.notes(runs),
         })  # fmt: skip
-        return
-    show([*_summary(runs), [f"page   {output}"] if output is not None else ["page   none; -o FILE writes one"]])
+    else:
+        show([*_summary(runs), [f"page   {output}"] if output is not None else ["page   none; -o FILE writes one"]])
 
 
 def _summary(runs: Sequence[RecordedRun]) -> list[Block]:

@@ -38,11 +38,11 @@ def waiting(what: str) -> Iterator[None]:
             yield
         finally:
             said.cancel()
-        return
-    from rich.console import Console  # takes a tenth of a second
+    else:
+        from rich.console import Console  # takes a tenth of a second
 
-    with Console(stderr=True).status(what):
-        yield
+        with Console(stderr=True).status(what):
+            yield
 
 
 def print_json(content: Any) -> None:
@@ -55,30 +55,30 @@ def show(blocks: Iterable[Block]) -> None:
     blocks = [block for block in blocks if block]
     if not is_terminal():
         click.echo(as_text(blocks))
-        return
-    from frugal.cli import drawing
+    else:
+        from frugal.cli import drawing
 
-    drawing.draw_blocks(blocks)
+        drawing.draw_blocks(blocks)
 
 
 def show_verdict(plan: Plan, *, err: bool = False) -> None:
     """Print a plan in short; on a terminal with a bar of the memory."""
     if err or not is_terminal():
         click.echo(plan, err=err)
-        return
-    from frugal.cli import drawing
+    else:
+        from frugal.cli import drawing
 
-    drawing.draw_verdict(plan)
+        drawing.draw_verdict(plan)
 
 
 def show_row(name: str, words: str) -> None:
     """Print one row of a verdict."""
     if not is_terminal():
         click.echo(f"{name:<{NAME_WIDTH - 1}} {words}")
-        return
-    from frugal.cli import drawing
+    else:
+        from frugal.cli import drawing
 
-    drawing.draw_row(name, words)
+        drawing.draw_row(name, words)
 
 
 def fits_a_line(words: str) -> bool:

@@ -31,7 +31,7 @@ class OtherName:
 
 
 _HF, _DEEPSPEED, _MANY, _FORMER = "HF Trainer's", "DeepSpeed's", "other trainers'", "frugal's former"
-_TORCH, _TORCHTITAN, _MEGATRON = "torch's", "torchtitan's", "Megatron's"
+_TORCH, _TORCHTITAN, _MEGATRON, _PLAN = "torch's", "torchtitan's", "Megatron's", "`frugal plan`'s"
 
 _KEEPS_THE_BATCH = "frugal keeps the global batch, and cuts it into micro-batches for the GPUs there are"
 
@@ -62,6 +62,8 @@ def _optimizer(name: str) -> str:
 
 
 OTHER_NAMES = {
+    "train_tokens": OtherName(_PLAN, "--steps N or --epochs N says how long to train"),
+    "gpu_hour_price": OtherName(_PLAN, "leave it out; `frugal plan` says with it what a run costs"),
     "batch_size": OtherName(
         _MANY, "--global-batch N is what you want kept; --micro-batch {} pins the per-GPU size", _KEEPS_THE_BATCH
     ),

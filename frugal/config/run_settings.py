@@ -294,7 +294,14 @@ class RunSettings:
         parts = re.split(r",(?=\s*\w+=)", self.columns)  # a name may have commas itself
         given = dict(part.strip().partition("=")[::2] for part in filter(None, parts))
         wrong = [name for name, column in given.items() if name not in _COLUMNS or not column]
-        refuse((wrong, f"--columns is {self.columns}", f"it names {', '.join(_COLUMNS)}", "write --columns text=body"))
+        refuse(
+            (
+                wrong,
+                f"--columns is {self.columns}",
+                f"it names {', '.join(_COLUMNS)}",
+                "write --columns text=body, or --columns prompt=question,response=answer",
+            )
+        )
         return given
 
     @property

@@ -38,12 +38,12 @@ class Placement:
         """Move a parameter that every rank has to its place. No communication."""
         if self._splitting is None:
             parameter.data = parameter.data.to(self._device, copy=True)
-            return
-        parameter.data = self._as_trained(parameter.data)
-        with as_vectors([parameter]):
-            self._splitting._convert_to_deepspeed_param(parameter)
-            parameter.partition()  # type: ignore[attr-defined]  # DeepSpeed's
-        parameter.data = parameter.data.to(self._device)  # it is empty, and only its device counts
+        else:
+            parameter.data = self._as_trained(parameter.data)
+            with as_vectors([parameter]):
+                self._splitting._convert_to_deepspeed_param(parameter)
+                parameter.partition()  # type: ignore[attr-defined]  # DeepSpeed's
+            parameter.data = parameter.data.to(self._device)  # it is empty, and only its device counts
 
     @contextmanager
     def told(self) -> Iterator[None]:

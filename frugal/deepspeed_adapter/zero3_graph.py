@@ -322,13 +322,13 @@ def at_once() -> Iterator[None]:
     folder = mirrored.package_folder()
     if mirrored.changed(folder, "zero3_graph._wait") or mirrored.changed(folder, "zero3_graph._reduce_scatter"):
         yield
-        return
-    with (
-        patch.object(AllGatherCoalescedHandle, "wait", _wait),
-        patch.object(stage3, "reduce_scatter_coalesced", _reduce_scatter_coalesced),
-        patch.object(Tensor, "narrow", _narrow),
-    ):
-        yield
+    else:
+        with (
+            patch.object(AllGatherCoalescedHandle, "wait", _wait),
+            patch.object(stage3, "reduce_scatter_coalesced", _reduce_scatter_coalesced),
+            patch.object(Tensor, "narrow", _narrow),
+        ):
+            yield
 
 
 def _narrow(tensor: Tensor, dim: int, start: int | Tensor, length: int | Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from types import TracebackType
 from frugal.config import kernels
 from frugal.config.hardware.cluster import ASSUMED_CAPABILITY, CARDS, Cluster, Device
 from frugal.config.request import Request
-from frugal.deepspeed_adapter.simulate.engine import Steps, equal_steps, simulate
+from frugal.deepspeed_adapter.simulate.engine import LAST_STEP, Steps, equal_steps, simulate
 from frugal.dryrun import shipped
 from frugal.dryrun.cache import Cache, digest, facts_key, model_key
 from frugal.dryrun.messages import AskCheck, AskDryRun, AskFacts, AskFused, AskTrace, DryRun
@@ -145,7 +145,7 @@ class DryRunSource(AbstractContextManager["DryRunSource"]):
             WorkerError: the dry run crashed.
         """
         if (strategy, accumulates) not in self._profiles:
-            costs = self._simulated(strategy, accumulates, self._ranks(strategy, MAX_RANKS_SEARCHED))
+            costs = self._simulated(strategy, equal_steps(accumulates), self._ranks(strategy, MAX_RANKS_SEARCHED))
             if costs is None:
                 world = (self.cluster.world_size, self.kind, *self._kernels)
                 key = digest("profile", self._model, self._key(), strategy, accumulates, world)
@@ -165,7 +165,12 @@ class DryRunSource(AbstractContextManager["DryRunSource"]):
         if key not in self._outlines:
             if self._drafts.trace(strategy) is None:
                 return None
-            full = self.profile(strategy, accumulates)
+            full = (
+                self._simulated(strategy, LAST_STEP, self._ranks(strategy, MAX_RANKS_SEARCHED))
+                if accumulates and strategy.zero_stage < 3
+                else self.profile(strategy, accumulates)
+            )
+            assert full is not None, "traced, and not simulated"
             ranks = (replace(rank, timeline=rank.timeline.outline, known={}) for rank in full.ranks)
             self._outlines[key] = full.costs.work, tuple(ranks)
         outlined = self._profile(strategy, *self._outlines[key])
@@ -294,7 +299,7 @@ class DryRunSource(AbstractContextManager["DryRunSource"]):
         steps = min(accumulation_steps, 2)
         ranks = self._ranks(strategy, MAX_RANKS_DRY_RUN)
         dry_run = partial(self._dry_run, strategy, (micro_batch,), steps, exact=self.kind == "cuda")
-        if len(ranks) == 1 or (drafted := self._simulated(strategy, steps > 1, ranks)) is None:
+        if len(ranks) == 1 or (drafted := self._simulated(strategy, equal_steps(steps > 1), ranks)) is None:
             return dry_run(ranks)
         first, second = fullest_drafted(drafted, micro_batch)
         of_first, of_second = (fullness(each, drafted, micro_batch) for each in (first, second))
@@ -329,12 +334,12 @@ class DryRunSource(AbstractContextManager["DryRunSource"]):
         kernels.refuse_none(self.request, fused)
         return fused
 
-    def _simulated(self, strategy: Strategy, accumulates: bool, ranks: Sequence[int]) -> MemoryProfile | None:
+    def _simulated(self, strategy: Strategy, steps: Steps, ranks: Sequence[int]) -> MemoryProfile | None:
         """Return a profile by arithmetic; None where that is not enough."""
         trace = self._drafts.trace(strategy)
         if trace is None:
             return None
-        memories = tuple(self._simulate(trace, strategy, rank, equal_steps(accumulates)) for rank in ranks)
+        memories = tuple(self._simulate(trace, strategy, rank, steps) for rank in ranks)
         return self._profile(strategy, trace.work, memories)
 
     def _simulate(

@@ -260,12 +260,12 @@ def apply(
     )
     if _has_switch(model):
         _switch(model, mode, of_layers, watch)
-        return
-    for number, (layer, of_layer) in enumerate(zip(layers_of_model, of_layers, strict=True)):
-        if isinstance(layer.forward, partial) and layer.forward.func is _recomputed:  # from another mode
-            layer.forward = layer.forward.args[1]
-        if of_layer != "off":
-            layer.forward = partial(_recomputed, _runner(of_layer, number, watch), layer.forward)
+    else:
+        for number, (layer, of_layer) in enumerate(zip(layers_of_model, of_layers, strict=True)):
+            if isinstance(layer.forward, partial) and layer.forward.func is _recomputed:  # from another mode
+                layer.forward = layer.forward.args[1]
+            if of_layer != "off":
+                layer.forward = partial(_recomputed, _runner(of_layer, number, watch), layer.forward)
 
 
 def _switch(model: nn.Module, mode: ActivationCheckpointing, of_layers: list[LayerMode], watch: Watch | None) -> None:

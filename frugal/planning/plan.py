@@ -195,6 +195,39 @@ class RunCost:
         return [format_seconds(self.seconds), *cost]
 
 
+def check_length(
+    steps: int | None = None,
+    epochs: float | None = None,
+    train_tokens: int | None = None,
+    gpu_hour_price: float | None = None,
+    *,
+    knows_samples: bool,
+) -> None:
+    """Check what `Plan.cost` is given; `knows_samples`: whether the plan is for known data.
+
+    Raises: as `Plan.cost`.
+    """
+    numbers = (("--steps", steps), ("--epochs", epochs), ("--train-tokens", train_tokens))
+    given = {flag: number for flag, number in numbers if number is not None}
+    refuse(
+        (not given, "the length of a run is not known", "", "add --steps N, --epochs N or --train-tokens N"),
+        (len(given) > 1, f"{' and '.join(given)} were both given", "", "leave one of them out"),
+        (
+            not 0 <= (gpu_hour_price or 0) < inf,
+            f"--gpu-hour-price is {gpu_hour_price}",
+            "a price is 0 or more",
+            None,
+        ),
+        *((number <= 0, f"{flag} is {number}", "it must be more than 0", None) for flag, number in given.items()),
+        (
+            epochs is not None and not knows_samples,
+            "--epochs was given without --data",
+            "how many samples an epoch has is not known",
+            "add --data PATH, or use --steps N or --train-tokens N",
+        ),
+    )
+
+
 @dataclass(frozen=True, kw_only=True)
 class Plan:
     """A decision with its prediction and its reasons.
@@ -260,25 +293,7 @@ class Plan:
         Raises:
             RequestError: none or several do, or the plan does not know how many samples an epoch has.
         """
-        numbers = (("--steps", steps), ("--epochs", epochs), ("--train-tokens", train_tokens))
-        given = {flag: number for flag, number in numbers if number is not None}
-        refuse(
-            (not given, "the length of a run is not known", "", "add --steps N, --epochs N or --train-tokens N"),
-            (len(given) > 1, f"{' and '.join(given)} were both given", "", "leave one of them out"),
-            (
-                not 0 <= (gpu_hour_price or 0) < inf,
-                f"--gpu-hour-price is {gpu_hour_price}",
-                "a price is 0 or more",
-                None,
-            ),
-            *((number <= 0, f"{flag} is {number}", "it must be more than 0", None) for flag, number in given.items()),
-            (
-                epochs is not None and self.grouping is None,
-                "--epochs was given without --data",
-                "how many samples an epoch has is not known",
-                "add --data PATH, or use --steps N or --train-tokens N",
-            ),
-        )
+        check_length(steps, epochs, train_tokens, gpu_hour_price, knows_samples=self.grouping is not None)
         if epochs is not None and self.grouping is not None:
             steps = ceil(epochs * self.grouping.num_samples / self.grouping.step_samples)
         return RunCost(

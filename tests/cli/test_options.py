@@ -80,6 +80,8 @@ def test_no_other_name_is_ours_and_no_hint_names_a_flag_that_there_is_not() -> N
         ("--no-expandable-segments",
          "PYTORCH_ALLOC_CONF=expandable_segments:False in the environment, which plans follow"),
         ("--layer-modes", "--activation-checkpointing 3"), ("--target-column", "--columns target=3"),
+        ("--train-tokens", "--steps N or --epochs N says how long to train"),
+        ("--gpu-hour-price", "leave it out; `frugal plan` says with it what a run costs"),
     ],
 )  # fmt: skip
 def test_a_former_flag_is_answered_with_what_it_is_now(capsys: Capture, flag: str, hint: str) -> None:

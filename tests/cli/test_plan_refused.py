@@ -94,3 +94,19 @@ def test_a_bug_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("frugal.dryrun.client.DryRunSource", broken)
     with pytest.raises(ZeroDivisionError, match="ours"):
         run(["plan", *CARDS])
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["--epochs", "3"], "--epochs was given without --data"),
+        (["--steps", "3", "--gpu-hour-price", "-1"], "--gpu-hour-price is -1.0"),
+        (["--steps", "3", "--train-tokens", "1M"], "--steps and --train-tokens were both given"),
+    ],
+)
+def test_the_length_of_a_run_is_refused_before_anything_is_planned(
+    capsys: Capture, monkeypatch: pytest.MonkeyPatch, flags: list[str], says: str
+) -> None:
+    monkeypatch.setattr("frugal.cli.plan.plans", None)
+    code, _, err = frugal_plan(capsys, "--gpus", "4", "--mem", "12G", *flags)
+    assert (code, err.splitlines()[0]) == (2, f"error: {says}")

@@ -6,12 +6,13 @@ import re
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
 from threading import Event
 
 import pytest
 
-from frugal.cli import run, terminal
+from frugal.cli import options, run, terminal
 from frugal.planning.plan import UNPROVEN
 from tests.commands import Capture, frugal_plan, with_formulas
 from tests.planning.synthetic import SMALL
@@ -170,3 +171,21 @@ def test_a_pipe_is_told_once_it_has_to_wait(
     with terminal.waiting("tracing gpt2"):
         assert said.wait(60)
     assert capsys.readouterr() == ("", "tracing gpt2 ...\n")
+
+
+def test_the_line_says_how_long_it_took_the_last_time_and_for_which_model(
+    capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the same model, if there was one; nothing is estimated where nothing was measured."""
+    lines: list[str] = []
+    monkeypatch.setattr(options, "waiting", lambda line: nullcontext(lines.append(line)))
+    monkeypatch.setattr(options, "PATIENCE", 0.0)
+    for number, model in enumerate(("gpt2", "distilgpt2", "gpt2")):
+        assert frugal_plan(capsys, *CARDS, "--model", model, "--global-batch", str(64 + number))[0] == 0
+    traced, *again = [line for line in lines if line.startswith("tracing")]
+    assert traced == "tracing gpt2 and searching; its trace is kept for other plans"
+    ends = [re.sub(r"[\d.]+ (ms|s)", "TIME", line) for line in again]
+    assert ends == [f"tracing {model} and searching, the last took TIME (gpt2)" for model in ("distilgpt2", "gpt2")]
+    dry_run, *again = [line for line in lines if line.startswith("dry-running")]
+    assert dry_run == "dry-running gpt2"
+    assert all("the last took" in line for line in again)

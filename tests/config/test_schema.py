@@ -135,6 +135,9 @@ BAD: dict[str, tuple[dict[str, Any], str, str]] = {
         {"gpus": 4, "mem": "700M"}, "700.0 MiB is less than a cuda device needs", "context takes 508.0 MiB",
     ),
     "a card of two sizes": ({"gpus": 1, "gpu": "a100"}, "--gpu a100 is no known card", "a100-40g or a100-80g,"),
+    "a card without its maker's word": ({"gpus": 1, "gpu": "4090"}, "--gpu 4090 is no known card", "--gpu rtx4090-24g"),
+    "a card as it is printed": ({"gpus": 1, "gpu": "RTX 3090"}, "--gpu RTX 3090 is no known card", "--gpu rtx3090-24g"),
+    "a card in capitals": ({"gpus": 1, "gpu": "A100"}, "--gpu A100 is no known card", "a100-40g or a100-80g,"),
     "an unknown card": ({"gpus": 1, "gpu": "a100-80"}, "--gpu a100-80 is no known card", "--gpu a100-80g"),
     "a negative batch": ({"gpus": 1, "mem": "12G", "global_batch": -4}, "--global-batch is -4", "leave --global-batch"),
     "a token target below one sample": (

@@ -14,13 +14,14 @@ from frugal.config.optimizers import Optimizer
 from frugal.config.request import Request
 from frugal.deepspeed_adapter.kernels import DTYPES
 from frugal.deepspeed_adapter.simulate import mirrored
-from frugal.deepspeed_adapter.simulate.engine import covers, equal_steps, simulate
+from frugal.deepspeed_adapter.simulate.engine import LAST_STEP, covers, equal_steps, simulate
 from frugal.dryrun.messages import AskDryRun, AskTrace
 from frugal.dryrun.run import dry_run
 from frugal.dryrun.trace.trace import built, trace
 from frugal.errors import RequestError
 from frugal.models.objectives import CausalLM, MaskedLM, Seq2Seq, SummedLoss
 from frugal.planning.memory.timeline import OPTIMIZER, OPTIMIZER_STEP, ModelTrace, Timeline
+from frugal.planning.memory.workspaces import with_workspaces
 from frugal.planning.strategy import Strategy
 
 pytestmark = pytest.mark.skipif(not mirrored.verify_simulation(), reason="this DeepSpeed is dry-run instead")
@@ -237,6 +238,11 @@ def test_every_phase_is_as_dry_run(row: tuple[str, int, dict[str, Any]]) -> None
     for name, size_bytes in simulated.timeline.peak(MICRO_BATCH).categories.items():
         slack = max(left_out, TOLERANCE * peak.total_bytes)
         assert size_bytes == pytest.approx(peak.categories[name], abs=slack), name
+    if zero_stage < 3 and steps > 1:
+        last = simulate(alone, asked, way, steps=LAST_STEP, **where)
+        assert (last.gathers, last.host_bytes) == (simulated.gathers, simulated.host_bytes)
+        both = [with_workspaces(each.timeline, 1 << 23) for each in (last, simulated)]
+        assert all(both[0].peak(samples) == both[1].peak(samples) for samples in (1, 2, 3, 5, 8, 64, 1000))
 
 
 @pytest.mark.parametrize(

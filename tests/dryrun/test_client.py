@@ -10,6 +10,7 @@ import pytest
 
 from frugal.config.hardware.cluster import Cluster, Device, Node
 from frugal.config.request import Request
+from frugal.deepspeed_adapter.simulate.engine import equal_steps
 from frugal.dryrun import client, pool
 from frugal.dryrun.client import DryRunSource
 from frugal.dryrun.messages import AskFacts
@@ -142,7 +143,7 @@ def test_the_ranks_dry_run_are_the_fullest_in_live_bytes_and_in_the_allocator(
     request = Request(model=str(config), seq_len=128, precision="fp32")
     strategy = replace(STRATEGY, activation_checkpointing="full", expandable_segments=True)
     made = DryRunSource(request, dry_runs.cluster, cache=False, pool=dry_runs._pool)
-    drafted = made._simulated(strategy, False, range(4))
+    drafted = made._simulated(strategy, equal_steps(False), range(4))
     assert drafted is not None
     live = [each.timeline.peak_bytes(1) for each in drafted.ranks]
     needed = [each.replays(1, expandable_segments=True).smallest_capacity() for each in drafted.ranks]

@@ -408,7 +408,9 @@ def find_card(name: str) -> Card:
     """
     of_name = [card for card in CARDS if f"{card}-".startswith(f"{name}-")]
     if len(of_name) != 1:
-        close = of_name or get_close_matches(name, CARDS, n=1)
+        word = "".join(filter(str.isalnum, name.lower()))
+        within = [card for card in CARDS if word and word in card.replace("-", "")]
+        close = of_name or within or get_close_matches(name.lower(), CARDS, n=1)
         raise RequestError(
             f"--gpu {name} is no known card",
             because=f"known are {', '.join(CARDS)}",

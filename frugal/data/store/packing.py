@@ -39,11 +39,11 @@ class Packer:
         pieces.append((piece, trained))
         if free < 2:  # one token alone teaches nothing
             yield _pack(pieces)
-            return
-        index = bisect_left(self._open, (free, number), key=lambda pack: pack[:2])
-        self._open.insert(index, (free, number, pieces))
-        if len(self._open) > MOST_OPEN:
-            yield _pack(self._open.pop(0)[2])
+        else:
+            index = bisect_left(self._open, (free, number), key=lambda pack: pack[:2])
+            self._open.insert(index, (free, number, pieces))
+            if len(self._open) > MOST_OPEN:
+                yield _pack(self._open.pop(0)[2])
 
     def flush(self) -> Iterator[dict[str, Any]]:
         """Yield the packs that are still open, in the order in which they were begun."""

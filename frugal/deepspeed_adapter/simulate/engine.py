@@ -60,8 +60,8 @@ class SimulatedZero0(SimulatedOptimizer):
     def step(self) -> None:
         """Take the optimizer step, the first of which makes the states."""
         if not self._has_states:
-            for parameter in sorted(self._gradients):  # as the optimizer has them, not as they came
-                self._setting.make_states(self._setting.elements[parameter], self._stream)
+            for elements in self._setting.elements:  # as the optimizer has them, not as they came
+                self._setting.make_states(elements, self._stream)
             self._has_states = True
         for storage in self._gradients.values():
             self._stream.release(storage)
@@ -110,6 +110,11 @@ def equal_steps(accumulates: bool) -> Steps:
     return micro_steps, micro_steps
 
 
+LAST_STEP: Steps = (), (None, None)
+"""The second of `equal_steps` that accumulate, with the optimizer states of the first: up to ZeRO-2 it has the fullest
+moments of both. With ZeRO-3 the first micro-steps gather otherwise than those that follow."""
+
+
 def simulate(
     trace: ModelTrace,
     request: Request,
@@ -134,7 +139,8 @@ def simulate(
     host = PinnedBlocks(stream, kind)
     optimizer = _initialised(stream, host, setting, trace, arrives=by_tensor or kind == "cuda")
     for micro_steps in steps:
-        _accumulate(stream, optimizer, [MicroStep(stream, trace, sizes) for sizes in micro_steps], kind)
+        if micro_steps:
+            _accumulate(stream, optimizer, [MicroStep(stream, trace, sizes) for sizes in micro_steps], kind)
         stream.phase(OPTIMIZER_STEP)
         optimizer.step()
     return RankMemory(

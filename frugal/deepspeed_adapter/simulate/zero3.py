@@ -59,8 +59,7 @@ class SimulatedPrefetch:
         self._available = 0  # elements
         self._runs = 0  # forwards so far
         self._step = 0
-        self._order: list[int] = []  # modules as they fetch, forward and backward
-        self._steps_of: dict[int, deque[int]] = defaultdict(deque)
+        self._order = trace.fetches  # of modules, forward and backward, which the first forward and backward tell
         self._uses: list[tuple[int, int]] = []  # (parameter, step that uses it)
         self._queue: deque[tuple[int, int]] = deque()
         self._fetched_for: dict[int, int] = {}
@@ -77,8 +76,7 @@ class SimulatedPrefetch:
         self.num_gathers = self.gathered_elements = 0
         self._runs += 1
         if self._runs == 2:
-            for module in self._order:
-                step = self._steps_of[module].popleft()
+            for step, module in enumerate(self._order):
                 self._uses += [(parameter, step) for parameter in self._own[module]]
         self._queue = deque(self._uses)
         self._fetched_for = {}
@@ -87,9 +85,6 @@ class SimulatedPrefetch:
 
     def fetch(self, module: int, _hold: int = -1, *, in_backward: bool = False) -> None:
         """Gather what a module needs before it runs (`fetch_sub_module`)."""
-        if self._runs == 1:
-            self._order.append(module)
-            self._steps_of[module].append(self._step)
         if in_backward:
             self._in_backward[module] = None
         else:

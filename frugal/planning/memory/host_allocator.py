@@ -23,9 +23,9 @@ class HostAllocator:
         """Begin a tensor, or the pinned block for one."""
         if pinned and self._free_pinned[size_bytes]:
             self._free_pinned[size_bytes] -= 1  # it is counted already
-            return
-        self.live_bytes += size_bytes
-        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+        else:
+            self.live_bytes += size_bytes
+            self.peak_bytes = max(self.peak_bytes, self.live_bytes)
 
     def release(self, size_bytes: int, *, pinned: bool = False) -> None:
         """End a tensor or a pinned block."""

@@ -447,6 +447,12 @@ class ModelTrace:
         return stops
 
     @cached_property
+    def fetches(self) -> list[int]:
+        """The modules in the order in which ZeRO-3 gathers what they need, forward and backward."""
+        kinds = MarkKind.FETCH, MarkKind.FETCH_IN_BACKWARD
+        return [mark.number for marks in self.marks for mark in marks if mark.kind in kinds]
+
+    @cached_property
     def has_all_gradients(self) -> bool:
         """True if backward reaches every trainable parameter exactly once."""
         reached = [mark.number for marks in self.marks for mark in marks if mark.kind is MarkKind.GRADIENT]

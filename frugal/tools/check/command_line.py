@@ -72,7 +72,9 @@ def parsed_script(path: Path, text: str) -> tuple[dict[str, Any], dict[tuple[str
     raise RequestError(
         f"{path} starts no training script",
         because=f"no line of it begins with {', '.join(_STARTS)}",
-        hint="give a .json or .yaml file, or a script with the command line of the training",
+        hint=f"`frugal dryrun {path}` predicts the memory of a training loop in Python"
+        if path.suffix == ".py"
+        else "give a .json or .yaml file, or a script with the command line of the training",
     )
 
 

@@ -323,8 +323,8 @@ def take_optimizer(settings: Settings, name: str, place: Place | None, of: str =
     near = tables()["optimizers"][of].get(name.lower())
     if near is None:
         settings.refuse(f"the optimizer {name} keeps states that frugal does not know", place)
-        return
-    settings.optimizer = Optimizer(**{key: value for key, value in near.items() if key not in ("how", "runs")})
-    settings.raw["optim"] = near.get("runs", name)
-    if "how" in near:
-        settings.deviate(f"{name}: {near['how']}", place)
+    else:
+        settings.optimizer = Optimizer(**{key: value for key, value in near.items() if key not in ("how", "runs")})
+        settings.raw["optim"] = near.get("runs", name)
+        if "how" in near:
+            settings.deviate(f"{name}: {near['how']}", place)

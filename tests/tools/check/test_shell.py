@@ -152,3 +152,8 @@ def test_a_script_that_trains_nothing_says_so() -> None:
         parsed_script(
             Path("a.sh"), "echo python x.py\nconda create -n e python\nwhich accelerate deepspeed\nf() {\n ls\n}\n"
         )
+
+
+def test_a_training_loop_in_python_is_for_a_dry_run() -> None:
+    with pytest.raises(RequestError, match=r"`frugal dryrun train\.py` predicts the memory of a training loop"):
+        parsed_script(Path("train.py"), "from transformers import TrainingArguments\n")
