@@ -72,10 +72,10 @@ def covers(request: Request, strategy: Strategy, trace: ModelTrace | None = None
     """Return whether the simulation covers a request under a strategy; with a `trace`, also for this model.
 
     It does not cover: other kernels than torch's fused ones and those of 8-bit AdamW (for states in bf16, or a part of
-    them, on the host, than DeepSpeed's CPU Adam), offloading to disks or in fp32, overlapping communication, gradients
-    not summed in fp32, half precision without gradient partitioning; and models whose memory depends on data, with
-    trainable parameters of several types, without a gradient, or under ZeRO-3 used outside their modules; and any
-    DeepSpeed other than the one it repeats.
+    them, on the host, than DeepSpeed's CPU Adam), offloading to disks, or in fp32 below ZeRO-3, overlapping
+    communication, gradients not summed in fp32, half precision without gradient partitioning; and models whose memory
+    depends on data, with trainable parameters of several types, without a gradient, or under ZeRO-3 used outside their
+    modules; and any DeepSpeed other than the one it repeats.
     """
     if not mirrored.verify_simulation():
         return False
@@ -87,7 +87,7 @@ def covers(request: Request, strategy: Strategy, trace: ModelTrace | None = None
         or request.optimizer.momentum
         or strategy.overlap_comm
         or not levels <= {"none", "cpu"}
-        or ("cpu" in levels and request.precision == "fp32")
+        or ("cpu" in levels and request.precision == "fp32" and strategy.zero_stage < 3)
         or strategy.gradient_accumulation_dtype != "fp32"
         or (request.precision != "fp32" and strategy.zero_stage < 2)
     ):
