@@ -204,7 +204,8 @@ def _forked(fork: Callable[..., Any], *args: Any, device_type: str | None = None
 
 
 def _below_modes(frame: Any) -> Any:
-    """Return the frame that ran an operator, below those of modes of functions, of watches and of composites."""
+    """Return the frame that ran an operator, below those of modes of functions (`on_card` is a pretended card's), of
+    watches and of composites."""
     while frame.f_code.co_name in ("__torch_dispatch__", "__torch_function__", "on_card", "decompose"):
         frame = frame.f_back
     return frame
