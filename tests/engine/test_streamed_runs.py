@@ -78,8 +78,9 @@ def test_a_stream_that_is_killed_on_three_ranks_goes_on_the_same_on_two(
     tmp_path: Path, alone: Alone, two_ranks: Ranks, three_ranks: Ranks
 ) -> None:
     data, expected, drawn, bound = alone
-    with pytest.raises(AssertionError, match=r"died|failed"):
+    with pytest.raises(AssertionError, match=r"died|failed") as killed:
         three_ranks.run(train, tmp_path / "killed", data, 3, die=True)
+    assert (tmp_path / "killed" / "checkpoints").is_dir(), killed.value  # else it ended before its time
     resumed, rest = two_ranks.run(train, tmp_path / "killed", data, 2, resume=True)[0]
     done = 8 - len(rest)
     assert done in (2, 4) and rest == drawn[done:]
