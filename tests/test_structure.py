@@ -28,7 +28,7 @@ PUBLIC = (ROOT / "__init__.py", ROOT / "__main__.py")
 HEAVY = {"torch", "deepspeed", "transformers", "datasets", "accelerate"}
 
 MOST_STATEMENTS = 26_242
-"""Of the package, docstrings apart. It only falls: a feature in, a feature out."""
+"""Of the package, docstrings apart. It rises only by what an issue allows: a feature in, a feature out."""
 
 READ_THE_ENVIRONMENT = {
     "frugal.storages": "what a storage says is shown without the values of variables for credentials",

@@ -37,7 +37,7 @@ from frugal.config.setting import build
 from frugal.deepspeed_adapter.json_config import write_plan
 from frugal.dryrun.planner import what_helps
 from frugal.dryrun.pool import shared_workers
-from frugal.planning.plan import Plan, check_length
+from frugal.planning.plan import Plan, check_run_length
 from frugal.planning.report import summary_blocks
 
 
@@ -99,7 +99,7 @@ def command(
     draft: Plan | None = None  # the last that was shown
     run, asked = _run(values, settings), collect(settings)
     if run:
-        check_length(**run, knows_samples=asked[0].lengths is not None)  # before the user waits
+        check_run_length(**run, knows_samples=asked[0].lengths is not None)  # before the user waits
     with closing(plans(*asked, will_dry_run=not only_draft)) as made:
         plan = next(made)
         cost = plan.cost(**run) if run else None

@@ -195,7 +195,7 @@ class RunCost:
         return [format_seconds(self.seconds), *cost]
 
 
-def check_length(
+def check_run_length(
     steps: int | None = None,
     epochs: float | None = None,
     train_tokens: int | None = None,
@@ -203,7 +203,7 @@ def check_length(
     *,
     knows_samples: bool,
 ) -> None:
-    """Check what `Plan.cost` is given; `knows_samples`: whether the plan is for known data.
+    """Check the length and the price that `Plan.cost` takes; `knows_samples`: whether the plan is for known data.
 
     Raises: as `Plan.cost`.
     """
@@ -293,7 +293,7 @@ class Plan:
         Raises:
             RequestError: none or several do, or the plan does not know how many samples an epoch has.
         """
-        check_length(steps, epochs, train_tokens, gpu_hour_price, knows_samples=self.grouping is not None)
+        check_run_length(steps, epochs, train_tokens, gpu_hour_price, knows_samples=self.grouping is not None)
         if epochs is not None and self.grouping is not None:
             steps = ceil(epochs * self.grouping.num_samples / self.grouping.step_samples)
         return RunCost(
