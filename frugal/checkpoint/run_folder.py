@@ -199,7 +199,7 @@ def copied_bytes(plan: Plan, num_ranks: int, *, has_rank_0: bool) -> int:
     total, stage = breakdown.checkpoint_bytes(plan.request, plan.strategy, plan.model), plan.strategy.zero_stage
     if stage == 0:
         return total * has_rank_0
-    weights = _weight_bytes(plan) * breakdown.saved_parameters(plan.request, plan.model) * (stage < 3)
+    weights = plan.request.element_bytes * breakdown.saved_parameters(plan.request, plan.model) * (stage < 3)
     return (total - weights) * num_ranks // plan.batch.world_size + weights * has_rank_0
 
 
@@ -212,13 +212,8 @@ def saved_bytes(plan: Plan, settings: RunSettings) -> int:
     existing = sum(path.name in files.written(path.parent) for path in manifest.checkpoints_in(settings.checkpoints))
     copied = settings.mirror is not None  # one more is kept while a slow storage takes it
     copies = max(1, (settings.keep + 1 + copied if settings.save_every else 1) - existing)
-    weights = _weight_bytes(plan) * breakdown.saved_parameters(plan.request, plan.model)
+    weights = plan.request.element_bytes * breakdown.saved_parameters(plan.request, plan.model)
     return copies * breakdown.checkpoint_bytes(plan.request, plan.strategy, plan.model) + weights
-
-
-def _weight_bytes(plan: Plan) -> int:
-    """Return the bytes of a weight as it is trained."""
-    return 4 if plan.request.precision == "fp32" else 2
 
 
 _OF_DISK = "free on the disk of"

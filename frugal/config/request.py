@@ -338,6 +338,11 @@ class Request:
         )
 
     @property
+    def element_bytes(self) -> int:
+        """Bytes of a weight, as it is trained."""
+        return 4 if self.precision == "fp32" else 2
+
+    @property
     def batch_samples(self) -> int:
         """Samples of full length in one global batch; with --global-tokens the number that fits."""
         if self.global_tokens is not None:

@@ -438,8 +438,8 @@ class DryRunSource(AbstractContextManager["DryRunSource"]):
         """
         if self.kind == "cpu":
             return timeline
-        element_bytes, sizes = 4 if self.request.precision == "fp32" else 2, set(self.facts().trainable_sizes)
-        timeline = with_scratch(timeline, sizes, element_bytes, self._resident_threads, most_tokens)
+        sizes = set(self.facts().trainable_sizes)
+        timeline = with_scratch(timeline, sizes, self.request.element_bytes, self._resident_threads, most_tokens)
         return with_workspaces(timeline, self._workspace_bytes)
 
     def _ranks(self, strategy: Strategy, most: int) -> tuple[int, ...]:

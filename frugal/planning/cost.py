@@ -155,17 +155,16 @@ class ModelCosts:
 
 def step_time(model: ModelCosts, strategy: Strategy, batch: BatchPlan, cluster: Cluster, request: Request) -> StepTime:
     """Return the predicted seconds of one optimizer step."""
-    element_bytes = 4 if request.precision == "fp32" else 2
-    compute, recompute, moving = _compute_seconds(model, strategy, batch, cluster, element_bytes)
-    communication = _communication_seconds(model, strategy, batch, cluster, element_bytes)
+    compute, recompute, moving = _compute_seconds(model, strategy, batch, cluster, request.element_bytes)
+    communication = _communication_seconds(model, strategy, batch, cluster, request.element_bytes)
     if strategy.overlap_comm:  # it hides behind backward, two thirds of the compute; what is longer stays
         communication = max(0.0, communication - 2 / 3 * compute)
     parts = {
         "compute_seconds": compute,
         "recompute_seconds": recompute,
         "communication_seconds": communication + exchange_seconds(model, strategy, batch, cluster),
-        "offload_seconds": moving + _offload_seconds(model, strategy, batch, cluster, request, element_bytes),
-        "optimizer_seconds": _optimizer_seconds(model, strategy, cluster, request, element_bytes),
+        "offload_seconds": moving + _offload_seconds(model, strategy, batch, cluster, request),
+        "optimizer_seconds": _optimizer_seconds(model, strategy, cluster, request),
     }
     return StepTime(**parts, total_seconds=sum(parts.values()))
 
@@ -307,7 +306,7 @@ def exchange_seconds(model: ModelCosts, strategy: Strategy, batch: BatchPlan, cl
 
 
 def _offload_seconds(
-    model: ModelCosts, strategy: Strategy, batch: BatchPlan, cluster: Cluster, request: Request, element_bytes: int
+    model: ModelCosts, strategy: Strategy, batch: BatchPlan, cluster: Cluster, request: Request
 ) -> float:
     """Return the seconds of PCIe traffic and of the optimizer's update on the host.
 
@@ -321,27 +320,27 @@ def _offload_seconds(
     if strategy.offload_optimizer == "none":
         return 0.0
     world_size, num_steps = cluster.world_size, batch.accumulation_steps
-    share = model.facts.trainable_parameters * element_bytes / world_size
+    share = model.facts.trainable_parameters * request.element_bytes / world_size
     on_host = share_on_host(model.facts.trainable_sizes, strategy, world_size)
     moved = num_steps * share + on_host * share
     if strategy.offload_parameters != "none":
-        moved += 2 * num_steps * model.facts.packed.weight_bytes(model.facts.parameters, element_bytes) / world_size
+        moved += (
+            2 * num_steps * model.facts.packed.weight_bytes(model.facts.parameters, request.element_bytes) / world_size
+        )
     ranks_per_node = max(len(node.devices) for node in cluster.nodes)
     states = request.optimizer.master_bytes_per_element + request.optimizer.state_bytes_per_element
     moved_on_disk = 0.0
     if strategy.offload_optimizer == "nvme":  # master weight, states and gradient: written and read
         moved_on_disk += 2 * (states + 4) * model.facts.trainable_parameters / world_size
     if strategy.offload_parameters == "nvme":
-        moved_on_disk += (2 * num_steps + 1) * model.facts.parameters * element_bytes / world_size
+        moved_on_disk += (2 * num_steps + 1) * model.facts.parameters * request.element_bytes / world_size
     touched = on_host * model.facts.trainable_parameters / world_size * ranks_per_node * (8 + 2 * states)
     disk = moved_on_disk * ranks_per_node / NVME_BANDWIDTH
     slowest = min(device.host_link_bandwidth for device in cluster.kinds)
     return moved / slowest + touched / cluster.host_bandwidth + disk
 
 
-def _optimizer_seconds(
-    model: ModelCosts, strategy: Strategy, cluster: Cluster, request: Request, element_bytes: int
-) -> float:
+def _optimizer_seconds(model: ModelCosts, strategy: Strategy, cluster: Cluster, request: Request) -> float:
     """Return the seconds of the update on the device, bound by its memory's bytes/s.
 
     For each element a rank owns: the gradient is read for its norm and again for the update (4 bytes each), master
@@ -355,7 +354,7 @@ def _optimizer_seconds(
     master = request.optimizer.master_bytes_per_element
     rounded = 0 if master == 4 else 2 * master
     traffic = owned * (
-        4 + rounded + NORM_BYTES + 2 * (master + request.optimizer.state_bytes_per_element) + element_bytes
+        4 + rounded + NORM_BYTES + 2 * (master + request.optimizer.state_bytes_per_element) + request.element_bytes
     )
     operators = on_device * STEP_OPERATORS[strategy.zero_stage] * len(model.facts.trainable_sizes)
     of_host = cluster.host_bandwidth / max(len(node.devices) for node in cluster.nodes)

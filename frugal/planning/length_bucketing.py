@@ -257,7 +257,7 @@ def overhead_tokens(step_time: StepTimeOf, batch: BatchPlan, request: Request, c
     tokens. Ranks are taken to be as fast as their micro-batches are large.
     """
     weights = max(device.matrix_flops / device.memory_bandwidth for device in cluster.devices) / 2
-    least = round(weights * (4 if request.precision == "fp32" else 2))
+    least = round(weights * request.element_bytes)
     once = step_time(batch)
     caps, steps = batch.micro_batch, batch.accumulation_steps
     cut = partial(BatchPlan.of, sequence_parallel=batch.sequence_parallel)

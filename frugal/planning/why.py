@@ -194,10 +194,13 @@ def _compared(result: SearchResult, trait: Callable[[Strategy], bool], words: st
 
 
 def _does_not_fit(candidates: list[Candidate]) -> str:
-    """Say that the nearest of `candidates` does not fit, and by how much."""
-    nearest = max(candidates, key=lambda candidate: candidate.headroom_bytes or 0)
+    """Say that the nearest of `candidates` does not fit, and by how much: of those of which more is known than their
+    weights and optimizer states, if there are any."""
+    nearest = max(candidates, key=lambda each: (each.least_shortfall_bytes is None, each.headroom_bytes or 0))
+    if nearest.least_shortfall_bytes is not None:
+        return f"weights and optimizer states are {format_bytes(nearest.least_shortfall_bytes)} too large"
     what = "one sample does" if nearest.micro_batch == 1 else f"micro-batch {nearest.micro_batch} does"
-    at_least = "at least " if nearest.memory is None or nearest.is_draft else ""
+    at_least = "at least " if nearest.is_draft else ""
     return f"{what} not fit ({at_least}{format_bytes(-(nearest.headroom_bytes or 0))} short)"
 
 

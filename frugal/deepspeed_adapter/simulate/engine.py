@@ -94,7 +94,7 @@ def covers(request: Request, strategy: Strategy, trace: ModelTrace | None = None
         return False
     if trace is None:
         return True
-    is_one_type = trace.element_bytes == (4 if request.precision == "fp32" else 2)
+    is_one_type = trace.element_bytes == request.element_bytes
     is_sure = trace.has_all_gradients and not trace.notes
     return is_one_type and is_sure and len(trace.trainable_index) > 1
 

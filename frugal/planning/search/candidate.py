@@ -154,7 +154,7 @@ class SearchResult:
 
     def _reason(self, candidate: Candidate) -> str:
         if candidate.least_shortfall_bytes is not None:
-            return "cannot fit: what does not depend on it is too much already"
+            return "cannot fit: weights and optimizer states alone are too much"
         is_bound = candidate.memory is None or (candidate.is_draft and candidate.fits)
         if is_bound and candidate.seconds >= self.chosen.seconds:
             return "cannot be faster"
@@ -236,7 +236,7 @@ def small_buckets_could_help(candidates: Sequence[Candidate], request: Request, 
     elements = usual.reduce_bucket_elements
     if any(candidate.strategy.zero_stage == 3 for candidate in candidates):
         elements += usual.prefetch_bucket_elements + min(usual.max_live_elements, usual.prefetch_bucket_elements)
-    saved_bytes = elements * (4 if request.precision == "fp32" else 2)
+    saved_bytes = elements * request.element_bytes
     if any(candidate.fits for candidate in candidates):
         return saved_bytes > BUCKET_SHARE * usable_bytes
     known = [candidate.headroom_bytes for candidate in candidates if candidate.headroom_bytes is not None]

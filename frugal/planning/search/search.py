@@ -16,6 +16,7 @@ from frugal.config.pins import check_pins
 from frugal.config.request import Request
 from frugal.errors import RequestError, refuse
 from frugal.imports import collected_seldom
+from frugal.planning.memory.breakdown import least_bytes
 from frugal.planning.plan import ModelSummary
 from frugal.planning.search.candidate import (
     SAME,
@@ -30,12 +31,8 @@ from frugal.planning.search.candidate import (
     small_buckets_could_help,
 )
 from frugal.planning.search.evaluate import StrategyEvaluation
-from frugal.planning.search.mixtures import Mixtures, base_of, check_pinned, shares_of_optimizer
+from frugal.planning.search.mixtures import Mixtures, check_pinned, shares_of_optimizer
 from frugal.planning.strategy import Offload, Strategy, allowed_strategies, offload_levels
-
-MOST_OF_IT = 0.7
-"""A share: where parameters and optimizer states make up as much of what is lacking without activations, their excess
-says it, and no mode of activation checkpointing is profiled."""
 
 
 class Search:
@@ -183,15 +180,20 @@ class Search:
     def _tiled_mlp_could_help(self, level: Offload, before: list[Candidate]) -> bool:
         """Return whether nothing fits, and more than what lives without any activation is lacking."""
         can_try = self.request.mlp == "auto" and self.can_tile_mlp and level != "nvme"
-        if not can_try or any(candidate.fits for candidate in before):
-            return False
-        known = [candidate.memory for candidate in before if candidate.memory is not None]
-        return not known or any(memory.headroom_bytes + memory.of_the_step > 0 for memory in known)
+        return (
+            can_try
+            and not any(each.fits for each in before)
+            and any(
+                each.least_shortfall_bytes is None
+                and (each.memory is None or each.memory.headroom_bytes + each.memory.of_the_step > 0)
+                for each in before
+            )
+        )
 
     def _evaluated(self, strategies: Sequence[Strategy], before: list[Candidate], drafts_only: bool) -> list[Candidate]:
         """Evaluate strategies of a level, of which others were evaluated `before`, as far as no bound rejects them."""
         fastest = fastest_seconds(candidate for candidate in before if not candidate.is_draft)
-        bounds = {each: self._bound(each, before, fastest, MOST_OF_IT) for each in strategies}
+        bounds = {each: self._bound(each, fastest) for each in strategies}
         rejected = [bound for bound in bounds.values() if bound is not None]
         others = [strategy for strategy, bound in bounds.items() if bound is None]
         if not others:
@@ -201,35 +203,30 @@ class Search:
         candidates = self._confirmed(list(drafts.values()), before)
         for strategy in others:
             if strategy not in drafts and not drafts_only:
-                known = [*before, *candidates]
-                candidate = self._bound(strategy, known, fastest_seconds(known))
+                candidate = self._bound(strategy, fastest_seconds([*before, *candidates]))
                 candidate = candidate or self._attempt(strategy, self.evaluation.evaluate)
                 candidates += [] if candidate is None else [candidate]
         return rejected + candidates
 
-    def _bound(
-        self, strategy: Strategy, before: list[Candidate], fastest: float, share: float = 0.0
-    ) -> Candidate | None:
+    def _bound(self, strategy: Strategy, fastest: float) -> Candidate | None:
         """Return what rejects a strategy before it is profiled: its best case is no faster than the `fastest` so far,
-        or its parameters and optimizer states alone are too large; None: it may be the best.
-
-        States live throughout a step, whether activations are kept or not; what is gathered or summed may not. They
-        must make up at least a `share` of what is lacking without activations: else a profile says better what is.
+        or its weights and optimizer states alone are too large; None: it may be the best.
         """
         if self.evaluation.work:
             at_best = self.evaluation.best_case(strategy)
             if at_best.seconds * TIE >= fastest:
                 return at_best
-        plain = base_of(strategy)
-        without = next((candidate.memory for candidate in before if candidate.strategy == plain != strategy), None)
-        if without is None:
+        usable_bytes = min(device.usable_bytes for device in self.cluster.devices)
+        shortfall = least_bytes(self.request, strategy, self.facts, self.cluster.world_size) - usable_bytes
+        if shortfall <= 0:
             return None
-        shortfall = without.parameters + without.optimizer - without.usable_bytes
-        if shortfall <= 0 or shortfall < share * (-without.headroom_bytes - without.of_the_step):
-            return None
-        micro = self.evaluation.fitting.smallest_micro_batch
         return Candidate(
-            strategy=strategy, micro_batch=micro, batch=None, memory=None, time=None, least_shortfall_bytes=shortfall
+            strategy=strategy,
+            micro_batch=self.evaluation.fitting.smallest_micro_batch,
+            batch=None,
+            memory=None,
+            time=None,
+            least_shortfall_bytes=shortfall,
         )
 
     def _attempt(self, strategy: Strategy, evaluate: Callable[[Strategy], Candidate | None]) -> Candidate | None:
