@@ -41,7 +41,7 @@ def test_the_fit_is_exact_at_every_micro_batch(micro_batch: int) -> None:
     direct = recording(micro_batch)
     assert TIMELINE.peak(micro_batch) == direct.peak(micro_batch)
     assert TIMELINE.intervals(micro_batch) == direct.intervals(micro_batch)
-    assert TIMELINE.sizes(micro_batch) == list(recording(micro_batch).fixed)
+    assert list(TIMELINE.sizes(micro_batch)) == list(recording(micro_batch).fixed)
 
 
 def test_the_peak_moves_to_another_phase_as_the_micro_batch_grows() -> None:

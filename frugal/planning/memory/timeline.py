@@ -12,6 +12,7 @@ was the same in every model tried.
 A `ModelTrace` is one micro-step of a model alone, without DeepSpeed: what the simulations of ZeRO start from.
 """
 
+from array import array
 from bisect import bisect_right
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -119,9 +120,9 @@ class Timeline:
             categories=tuple(map(_corrected, first.categories, second.categories, per_sample)),
         )
 
-    def sizes(self, micro_batch: int) -> list[int]:
+    def sizes(self, micro_batch: int) -> "array[int]":
         """Return the bytes of every storage, in order of birth."""
-        return [fixed + slope * micro_batch for fixed, slope in zip(self.fixed, self.per_sample, strict=True)]
+        return array("q", (self._arrays["fixed"] + self._arrays["per_sample"] * micro_batch).tobytes())
 
     def events_from(self, first: int) -> list[int]:
         """Return the events, where storages are counted from `first` on."""

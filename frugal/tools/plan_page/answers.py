@@ -43,8 +43,9 @@ GPUS = (1, 2, 4, 8, 16)
 """The GPUs of a node that `--html` offers beside the plan's own number, its half and its double."""
 
 EVENTS_OF_A_PAGE, EVENTS_OF_A_SMALL_PAGE = 24_000_000, 5_000_000
-"""The most simulated events of `--html`, and of the page beside plan.json; they limit the numbers of GPUs. A strategy
-on one number of GPUs has 6,000 to 14,000 with gpt2 (10 ms), 25,000 to 80,000 with models of 8B (30 to 60 ms)."""
+"""The most simulated events of `--html`, and of the page beside plan.json; they limit the numbers of GPUs, to no fewer
+than three and one. A strategy on one number of GPUs has 6,000 to 14,000 with gpt2 (10 ms), 25,000 to 80,000 with models
+of 8B (30 to 60 ms)."""
 
 MOST_POINTS, FEW_POINTS = 400, 160
 """Points of the plan's picture, and of another strategy's; at least one of each phase."""
@@ -196,18 +197,17 @@ class _Grid:
             lengths = axes_around(plan, self._source.facts().max_positions)["seq-len"]
         else:
             why = "--html FILE traces others"
-        most = (EVENTS_OF_A_PAGE if self._in_full else EVENTS_OF_A_SMALL_PAGE) // (num_events * len(lengths))
+        most_events, least = (EVENTS_OF_A_PAGE, 3) if self._in_full else (EVENTS_OF_A_SMALL_PAGE, 1)
         numbers = dict.fromkeys((own, 2 * own, max(1, own // 2), *(GPUS if self._in_full else ())))
-        gpus = sorted(list(numbers)[: max(1, most)])
+        gpus = sorted(list(numbers)[: max(least, most_events // (num_events * len(lengths)))])
         entries = []
         for length in lengths:
             source = self._source if length == plan.request.seq_len else open_length(length)
             source.prepare(list(self.profiles))
             entries += [entry for number in gpus for entry in self._of_gpus(source, number)]
         sizes = [each.global_tokens or each.batch_samples for each in self.batches]
-        in_tokens = plan.request.global_tokens is not None
         more = "the model takes no other" if self._in_full else "--html FILE computes others"
-        counted = [f"{n:,} {plan.counted}" if in_tokens else plural(n, "sample") for n in sizes]
+        counted = [f"{n:,} {plan.counted}" if plan.request.global_tokens else plural(n, "sample") for n in sizes]
         axes: dict[str, tuple[Sequence[int], list[str], str]] = {
             "length": (lengths, [plural(each, "token") for each in lengths], why),
             "gpus": (gpus, [plural(each, plan.cluster.rank_noun) for each in gpus], more),
@@ -230,9 +230,16 @@ class _Grid:
         plan, source, on_gpus = self._plan, self._source, self._plan.cluster.devices[0].kind == "cuda"
         weighed = {str(strategy): strategy for strategy, _ in chosen_micro_batches(plan)}
         yield from sorted(weighed.values(), key=lambda each: each.num_mechanisms)
-        pins: dict[str, Any] = {"zero_stage": None, "loss": "auto", "mlp": plan.strategy.mlp, "offload_ratio": None}
-        pins |= {"activation_checkpointing": "auto", "layer_modes": None, "offload": "auto"}
-        free = replace(source.request, **pins)
+        free = replace(
+            source.request,
+            zero_stage=None,
+            loss="auto",
+            mlp=plan.strategy.mlp,
+            activation_checkpointing="auto",
+            layer_modes=None,
+            offload="auto",
+            offload_ratio=None,
+        )
         for level in offload_levels(free, on_gpus=on_gpus) if self._in_full else ():
             for each in allowed_strategies(
                 free,
