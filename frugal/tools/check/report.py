@@ -73,7 +73,7 @@ def report(check: Check) -> str:
         f"{path}: {', '.join(each.key for each in settings.read if each.path == path)}"
         for path in dict.fromkeys(place.path for place in settings.read)
     ]
-    blocks["unknown to frugal, and ignored"] = [f"{place}: {place.key}" for place in settings.unknown]
+    blocks["unknown to frugal"] = [f"{place}: {place.key}" for place in settings.unknown]
     if change is not None:
         after = change.verdict.memory
         blocks[f"smallest change that fits: {change.words}"] = [
@@ -246,7 +246,7 @@ def as_sarif(check: Check) -> bytes:
         *((each.rule, each.level, ": ".join(filter(None, (each.text, each.hint))), each.place)
           for each in check.findings),
         *(("evaluated-otherwise", "note", each.text, each.place) for each in check.settings.deviations),
-        *(("unknown-field", "note", f"`{place.key}` is unknown to frugal, and ignored", place)
+        *(("unknown-field", "note", f"`{place.key}` is unknown to frugal", place)
           for place in check.settings.unknown),
     ]  # fmt: skip
     results = [_result(rule, level, text, place or first) for rule, level, text, place in rows if rule]
