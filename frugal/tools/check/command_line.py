@@ -65,7 +65,7 @@ def parsed_script(path: Path, text: str) -> tuple[dict[str, Any], dict[tuple[str
             rest = rest[rest.index("&&") + 1 :] if "&&" in rest else rest
             words = rest if _first(rest) < len(rest) else words
         first = _first(words)
-        if first < len(words) and "-c" not in words[first : first + 3]:
+        if first < len(words) and not {"-c", "pip", "venv"} & {*words[first : first + 3]}:
             known = {name: value[0] for name, value in variables.items() if len(value) == 1}
             started.append((words[first:], known | _tasks(words[:first])))
     if started:
@@ -141,7 +141,7 @@ def _named(words: Sequence[str]) -> dict[str, Any]:
             values = None if is_given else values
         elif values is not None:
             values.append(word)
-        elif word.endswith((".yaml", ".yml", ".json")):
+        elif word.endswith((".yaml", ".yml", ".json")) and "=" not in word:
             files.append(word)
     of_caller = not (flags or files) and all("$" in word and "=" not in word for word in words)
     content: dict[str, Any] = {FILES: list(words) if of_caller else files}
