@@ -154,8 +154,11 @@ class _Script:
             self._match(r"\)")
         else:  # the first item stands for all
             value = ["".join(before[:1]) * adds + " ".join(self._word(splits=False)), *before[1:]]
-        keeps = self._is_in_branch(taken=None) and any(before) and "$" not in " ".join(before) and not adds
-        if not keeps and not self._is_in_branch(taken=False):
+        # in a branch that may not be taken, only what has no value gets one, as in `if [ -z "$N" ]; then N=8`
+        is_open = not any(before) or (
+            "$" in (text := " ".join(before)) and any(text in " ".join(t) for t in self.tests)
+        )
+        if (adds or is_open or not self._is_in_branch(taken=None)) and not self._is_in_branch(taken=False):
             self.variables[name] = value
 
     def _redirect(self, operator: str, words: list[str]) -> None:

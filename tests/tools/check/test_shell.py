@@ -117,6 +117,12 @@ def test_of_other_branches_all_are_read(test: str) -> None:
     assert of_frugal(script) == [["a"], ["b"], ["1"]]
 
 
+def test_a_branch_that_may_be_taken_gives_a_value_to_what_its_test_asks_for_alone() -> None:
+    script = "N=$(nvidia-smi -L | wc -l)\nA=$((8 / N))\nif [ $N == 0 ]; then N=1; fi\n"
+    script += 'if [ "$DEBUG" = true ]; then A=1; fi\nstarted $N "$A"\n'
+    assert of_frugal(script) == [["1", "$((8 / N))"]]
+
+
 @pytest.mark.parametrize("quoted", ['"${C[@]}"', '"${C[@]}${C[@]}"', '"x${C[@]}"', '""', "\"${C[@]}\"''"])
 def test_an_empty_array_in_quotes_is_no_word(quoted: str) -> None:
     assert of_frugal(f"C=()\nstarted a {quoted} b") == of_bash(f"C=()\nstarted a {quoted} b")
