@@ -164,8 +164,10 @@ def read(document: Document, given: Collection[str] = ()) -> Settings:
             "`deepspeed` names no file: the script itself decides how DeepSpeed runs", settings.place("deepspeed_file")
         )
     settings.raw = said = table["default"] | given
-    of_others = (each.key for each in settings.unknown if "batch" in each.key and MAY_DECIDE_MEMORY.search(each.key))
-    if any(of_others):  # a script with other names, and so with other defaults
+    others = (each.key for each in settings.unknown if MAY_DECIDE_MEMORY.search(each.key))
+    if any(
+        re.search(r"batch|(^|_)bsz?(_|$)", key) for key in others
+    ):  # a script with other names, and so with other defaults
         said["micro_batch"] = given.get("micro_batch")
     for name in said.keys() & {each.name for each in fields(Settings)}:
         setattr(settings, name, said[name])

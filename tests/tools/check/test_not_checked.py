@@ -47,6 +47,7 @@ def refusals(tmp_path: Path, text: str, name: str = "train.yaml") -> str:
         "ref_model_path: llama", "reward_model: llama", "use_vllm: true", "num_experts: 8",
         "label_smoothing_factor: 0.1", "fsdp: full_shard", "micro_batch_size: 3",
         "mxfp4: true", "spectrum_config_path: a.yaml", "tp: 2", "ds_stage: 3", "num_frames: 16", "use_ema: true",
+        "num_negatives: 4", "train_group_size: 8", "use_lomo: true", "micro_bs: 2",
         "pipe-parallel-size: 2", "prompt_tuning: true", "hidden_size: 64", "classifier_dropout: 0.1",
         "config_overrides: n_layer=2",
     ],

@@ -232,6 +232,7 @@ def test_every_key_that_deepspeed_removed_is_found(tmp_path: Path) -> None:
         ("a.sh", "python x.py --model_name_or_path m --output_dir o --learning_rate 1e-4 --train_batch_size 1"),
         ("b.sh", "deepspeed x.py --finetuning_type full --train_micro_batch_size_per_gpu 4 --max_steps 9"),
         ("c.yaml", "base_model: gpt2\nnum_epochs: 1\nbatch_size_per_gpu: 4\n"),
+        ("d.sh", "python x.py --model_name_or_path m --output_dir o --learning_rate 1e-4 --bs 1"),
     ],
 )
 def test_a_batch_by_another_name_has_no_default_of_the_tool(name: str, text: str, tmp_path: Path) -> None:
