@@ -85,7 +85,7 @@ class NumbersError(FrugalError):
     exit_code = 7
 
 
-def refuse(*cases: tuple[object, str, str, str | None]) -> None:
+def refuse(*cases: tuple[object, str, str | Sequence[str], str | None]) -> None:
     """Raise the first case whose condition holds: `(condition, what, because, hint)`.
 
     Raises:

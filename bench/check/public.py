@@ -2,8 +2,9 @@
 
 `public.json` lists files of public repositories by commit and SHA-256, and for each what a reader expects who has not
 seen frugal's answer: the tool, whether memory can be checked and otherwise which field forbids it, and the batch. Files
-marked `is_drawn` were drawn by a seed (the last 38 by the next one) after the others had been compared and frugal
-mended; `first` is what was wrong with frugal's first answer. A reading that turned out to be wrong says so in `reread`.
+marked `is_drawn` were drawn by a seed (others by the next ones, the last 169 of repositories that were new) after the
+others had been compared and frugal mended; `first` is what was wrong with frugal's first answer. A reading that turned
+out to be wrong says so in `reread`.
 
     python -m bench.check.public [--folder FOLDER] [--only WORD]
 

@@ -13,7 +13,6 @@ from frugal.config.adapters import Lora
 from frugal.config.hardware import cuda_allocator
 from frugal.config.hardware.build_cluster import ClusterSettings
 from frugal.config.request import Request
-from frugal.distributed.env import silence_libraries
 from frugal.errors import FrugalError, RequestError, refuse
 from frugal.tools.check import out_of_memory, report
 from frugal.tools.check.checked import Check, check
@@ -76,7 +75,6 @@ def command(
     The exit code is 0 where it fits, 3 where it does not, 2 where it does not start or cannot be checked.
     """
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed says that it chose so
-    silence_libraries()
     asked = ["--json"] * as_json + ["--sarif"] * as_sarif
     refuse((as_json and as_sarif, "--json was given together with --sarif", "", "leave one of them out"))
     try:

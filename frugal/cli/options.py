@@ -18,7 +18,7 @@ from frugal.cli.terminal import PATIENCE, waiting
 from frugal.config.hardware import calibration as calibrations
 from frugal.config.hardware.calibration import Calibration
 from frugal.config.hardware.cluster import GENERIC, Card, Cluster, of_driver, recognise_card
-from frugal.config.hardware.local_host import held_on_gpus
+from frugal.config.hardware.local_host import has_cuda_driver, held_on_gpus
 from frugal.config.other_names import answer
 from frugal.config.request import Request
 from frugal.config.run_settings import SAMPLE_NAMES
@@ -293,7 +293,9 @@ def this_machine(num_gpus: int | None) -> Here:
 
     Settings and name are empty if torch sees no GPU; the name also where GPUs differ.
     """
-    import torch  # takes a second: only where flags leave the question open
+    if not has_cuda_driver():
+        return {}, None, GENERIC
+    import torch  # takes seconds: only where flags leave the question open, and there may be a GPU
 
     num_here = torch.cuda.device_count()
     if not num_here:

@@ -29,7 +29,7 @@ from frugal.config.request import Request
 from frugal.config.run_settings import SAMPLE_NAMES, LaunchSettings, RunSettings
 from frugal.config.sample_lengths import Lengths
 from frugal.config.setting import SettingRow, build, flag_of, owned, settings_of
-from frugal.errors import RequestError, failure
+from frugal.errors import RequestError, failure, refuse
 
 PLAN_SETTINGS: Mapping[str, SettingRow] = {**settings_of(Request), **settings_of(ClusterSettings)}
 TRAIN_SETTINGS: Mapping[str, SettingRow] = {**settings_of(RunSettings), **settings_of(LaunchSettings)}
@@ -69,12 +69,14 @@ def requested(settings: Mapping[str, Any]) -> tuple[Request, tuple[str, ...]]:
     rows = settings_of(Request)
     given = {name: rows[name].read(value) for name, value in owned(Request, settings).items() if name in rows}
     modes = given.get("activation_checkpointing", "")
-    if given.get("pack") and not isinstance(given.get("lengths"), Lengths | None):
-        raise RequestError(
+    refuse(
+        (
+            given.get("pack") and not isinstance(given.get("lengths"), Lengths | None),
             "--pack was given together with --lengths",
-            because="packed samples have other lengths than the documents in them",
-            hint="leave --lengths out, or give the documents themselves with --data",
+            "packed samples have other lengths than the documents in them",
+            "leave --lengths out, or give the documents themselves with --data",
         )
+    )
     if not isinstance(modes, str) or ":" in modes:
         given |= {"activation_checkpointing": "auto", "layer_modes": LayerModes.of(modes)}
     offload, has_more, more = given.get("offload", "").partition(":")
@@ -154,8 +156,7 @@ def _by_name(content: Mapping[str, Any], source: str) -> dict[str, Any]:
     """Return the settings of planning and those of the run by their names in Python, wherever `content` has them."""
     plan = _underscored(content)
     train = plan.pop("train", {})
-    if not isinstance(train, dict):
-        raise RequestError(f"`train` in {source} is {train!r}", because="it must be a table", hint="write [train]")
+    refuse((not isinstance(train, dict), f"`train` in {source} is {train!r}", "it must be a table", "write [train]"))
     train = _underscored(train)
     schedule = plan.pop("schedule", None)
     if isinstance(schedule, dict):  # of which `warmup` is a setting of its own

@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from frugal.errors import RequestError
+from frugal.errors import RequestError, refuse
 from frugal.models.objectives import Objective, Sample, Seq2Seq, SequenceClassification
 from frugal.units import IGNORED
 
@@ -52,11 +52,14 @@ def _named(values: Sequence[Any], objective: Objective) -> dict[str, Any]:
     """Return the values of a tuple by the names that the objective has for them, in its order."""
     of_text = ("input_ids", "label" if isinstance(objective, SequenceClassification) else "labels")
     names = getattr(objective, "names", of_text)
-    if len(values) > len(names):
-        raise RequestError(
+    refuse(
+        (
+            len(values) > len(names),
             f"a sample has {len(values)} values, and the objective names for {len(names)}: {', '.join(names)}",
-            hint="give a dict, or name them in the objective's example",
+            "",
+            "give a dict, or name them in the objective's example",
         )
+    )
     return dict(zip(names, values, strict=False))
 
 
@@ -64,11 +67,14 @@ def _rows(columns: dict[str, Any], objective: Objective) -> Rows:
     sizes = {
         name: len(column) if not isinstance(column, Tensor) or column.dim() else 0 for name, column in columns.items()
     }
-    if not sizes or len(set(sizes.values())) != 1:
-        raise RequestError(
+    refuse(
+        (
+            len(set(sizes.values())) != 1,
             "the columns of a global batch differ in their number of samples",
-            because=", ".join(f"{name} has {size}" for name, size in sizes.items()) or "it has none",
+            ", ".join(f"{name} has {size}" for name, size in sizes.items()) or "it has none",
+            None,
         )
+    )
     mask = None if hasattr(objective, "names") else columns.pop("attention_mask", None)
     made = ({name: column[i] for name, column in columns.items()} for i in range(next(iter(sizes.values()))))
     if hasattr(objective, "names"):

@@ -7,7 +7,7 @@ from itertools import chain
 from typing import Any
 
 from frugal.config.sample_lengths import TooLong
-from frugal.errors import RequestError
+from frugal.errors import refuse
 from frugal.units import plural
 
 NAMED = 10
@@ -113,31 +113,30 @@ class BuildReport:
         Raises:
             RequestError: there are some.
         """
-        if self.bad_rows and not skip_bad_rows:
-            raise RequestError(
+        more = self.bad_rows - len(self.first_bad)
+        tokens, where = self.longest
+        refuse(
+            (
+                self.bad_rows and not skip_bad_rows,
                 f"{plural(self.bad_rows, 'row')} of the data cannot be read",
-                because=[
-                    *self.first_bad,
-                    *([f"of {more:,} more"] if (more := self.bad_rows - len(self.first_bad)) else []),
-                ],
-                hint=REPAIR,
-            )
-        if self.masked_rows and not skip_bad_rows:
-            raise RequestError(
+                [*self.first_bad, *([f"of {more:,} more"] if more else [])],
+                REPAIR,
+            ),
+            (
+                self.masked_rows and not skip_bad_rows,
                 f"{plural(self.masked_rows, 'row')} of the data {'has' if self.masked_rows == 1 else 'have'} no token "
                 "to train on",
-                because=self.first_masked[:_SHOWN],
-                hint="leave them out with --skip-bad-rows, or train on every token with --train-on all",
-            )
-
-        if self.too_long_rows and too_long == "error":
-            tokens, where = self.longest
-            raise RequestError(
+                self.first_masked[:_SHOWN],
+                "leave them out with --skip-bad-rows, or train on every token with --train-on all",
+            ),
+            (
+                self.too_long_rows and too_long == "error",
                 f"{plural(self.too_long_rows, 'sample')} {'is' if self.too_long_rows == 1 else 'are'} longer than "
                 "--seq-len",
-                because=f"the longest, {where}, has {tokens} tokens with special ones, --seq-len is {seq_len}",
-                hint=f"use --seq-len {tokens}, or --too-long truncate, or --too-long skip",
-            )
+                f"the longest, {where}, has {tokens} tokens with special ones, --seq-len is {seq_len}",
+                f"use --seq-len {tokens}, or --too-long truncate, or --too-long skip",
+            ),
+        )
 
 
 _JOINED: dict[type, Callable[[list[Any]], Any]] = {

@@ -368,13 +368,15 @@ def _whole(file: DataFile, what: str, hint: str) -> bytes:
         while size <= most and (part := opened.read(_PART_BYTES)):
             data += part
             size = max(size, len(data))
-    if size > most:
-        raise RequestError(
+    refuse(
+        (
+            size > most,
             f"{file.name} cannot be read",
-            because=f"it is {what} of {'' if file.is_plain else 'at least '}{format_bytes(size)}; {format_bytes(most)} "
+            f"it is {what} of {'' if file.is_plain else 'at least '}{format_bytes(size)}; {format_bytes(most)} "
             "are a quarter of the free memory",
-            hint=hint,
+            hint,
         )
+    )
     return bytes(data)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from frugal.errors import RequestError, first_line
+from frugal.errors import RequestError, first_line, refuse
 from frugal.models import factories
 
 BYTE = "byte"
@@ -28,10 +28,14 @@ def load_tokenizer(reference: str = BYTE) -> Any:
     from transformers import AutoTokenizer
 
     is_folder = Path(reference).is_dir()
-    if not is_folder and reference.startswith((".", "/", "~")):
-        raise RequestError(
-            f"there is no tokenizer at {reference}", hint="give a folder with a tokenizer.json, or `byte`"
+    refuse(
+        (
+            not is_folder and reference.startswith((".", "/", "~")),
+            f"there is no tokenizer at {reference}",
+            "",
+            "give a folder with a tokenizer.json, or `byte`",
         )
+    )
     try:
         return AutoTokenizer.from_pretrained(
             reference,

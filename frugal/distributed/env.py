@@ -16,7 +16,7 @@ import psutil  # type: ignore[import-untyped]  # has no types
 
 from frugal.config.hardware import cuda_allocator
 from frugal.config.hardware.cluster import MOST_RANKS, Cluster
-from frugal.errors import RequestError, logger
+from frugal.errors import RequestError, logger, refuse
 
 _LAUNCHERS = (  # variables for: rank, world size, rank on its node, ranks on its node
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
@@ -111,14 +111,14 @@ def raise_descriptors(world_size: int) -> None:
     """
     needed, (now, most) = 28 + 6 * world_size, resource.getrlimit(resource.RLIMIT_NOFILE)
     limits = [each for each in (most, max(needed, MOST_DESCRIPTORS)) if each != resource.RLIM_INFINITY]
-    if min(limits) < needed:
-        raise RequestError(
+    refuse(
+        (
+            min(limits) < needed,
             f"a process may have {most} open files here, and ranks need {needed}",
-            because=f"rank 0 holds connections to all {world_size}"
-            if world_size > 1
-            else "libraries and data are files",
-            hint=f"raise the limit: `ulimit -n {max(needed, 4096)}`, or nofile in /etc/security/limits.conf",
+            f"rank 0 holds connections to all {world_size}" if world_size > 1 else "libraries and data are files",
+            f"raise the limit: `ulimit -n {max(needed, 4096)}`, or nofile in /etc/security/limits.conf",
         )
+    )
     if now != resource.RLIM_INFINITY and now < min(limits):
         resource.setrlimit(resource.RLIMIT_NOFILE, (min(limits), most))
 
@@ -133,12 +133,14 @@ def adopt_launcher_variables() -> None:
         rank, world_size, local_rank, local_size = (os.environ.get(name) for name in names)
         if rank is None or world_size in (None, "", "0", "1"):
             continue
-        if "MASTER_ADDR" not in os.environ:
-            raise RequestError(
+        refuse(
+            (
+                "MASTER_ADDR" not in os.environ,
                 "MASTER_ADDR is not set",
-                because=f"the launcher says that this is rank {rank} of {world_size}, and not where rank 0 is",
-                hint="export MASTER_ADDR=HOST, the address of rank 0's host, to all ranks",
+                f"the launcher says that this is rank {rank} of {world_size}, and not where rank 0 is",
+                "export MASTER_ADDR=HOST, the address of rank 0's host, to all ranks",
             )
+        )
         os.environ |= {
             "RANK": rank, "WORLD_SIZE": world_size or "", "LOCAL_RANK": local_rank or "",
             "LOCAL_SIZE": (local_size or "1").partition("(")[0],  # SLURM: 4(x2) is 4 on each of 2 nodes

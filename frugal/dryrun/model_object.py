@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import platformdirs
 
 from frugal import files
-from frugal.errors import RequestError, failure, refuse
+from frugal.errors import failure, refuse
 from frugal.units import MIB
 
 if TYPE_CHECKING:
@@ -56,11 +56,14 @@ def reference_of(model: Any, objective: "Objective | None" = None) -> str:
         return str(_written(model.model_type, text, ".json"))
     if isinstance(model, torch.nn.Module):
         return _pickled(functools.partial(_copied, (without_values(model), objective)), type(model).__name__)
-    if not callable(model):
-        raise RequestError(
+    refuse(
+        (
+            not callable(model),
             f"`model` is {model!r}"[:200],
-            because="it must be a name, a path, a configuration of transformers, a module or a function that makes one",
+            "it must be a name, a path, a configuration of transformers, a module or a function that makes one",
+            None,
         )
+    )
     name = getattr(model, "__qualname__", type(model).__name__)
     if objective is None and _is_importable(model):
         return f"{model.__module__}:{name}"

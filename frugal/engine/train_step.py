@@ -32,7 +32,7 @@ from frugal.engine.extensions.metric import Metric
 from frugal.engine.extensions.optimizer import OwnOptimizer
 from frugal.engine.oom_limits import UPDATE, AdaptiveLimits, OutOfMemory, recovery
 from frugal.engine.oom_retry import CachedBlocks, Guard, RanksDifferError, Update, abandon
-from frugal.errors import PlanMismatchError, RequestError, logger
+from frugal.errors import PlanMismatchError, RequestError, logger, refuse
 from frugal.models import (
     activation_checkpointing,
     expert_modules,
@@ -303,10 +303,14 @@ def evaluate(engine: Stepper, samples: Sequence[Sample], metric: Metric | None =
         RequestError: no sample, or no target in any of them; or the metric failed.
         OutOfMemoryError: a single sample is too large.
     """
-    if len(samples) == 0:
-        raise RequestError(
-            "there is no sample to evaluate on", hint="give validation data, or a larger part of the data"
+    refuse(
+        (
+            len(samples) == 0,
+            "there is no sample to evaluate on",
+            "",
+            "give validation data, or a larger part of the data",
         )
+    )
     before = generator_states(engine.device)
     while True:
         engine.zero.remember()
@@ -320,11 +324,14 @@ def evaluate(engine: Stepper, samples: Sequence[Sample], metric: Metric | None =
     engine.cache.after([])
     own_loss, own_targets, kept = outcome
     loss_sum, num_targets = engine._sum(own_loss, own_targets)
-    if num_targets == 0:
-        raise RequestError(
+    refuse(
+        (
+            num_targets == 0,
             "the validation data has no target",
-            because=f"every label of its {len(samples)} samples is ignored",
+            f"every label of its {len(samples)} samples is ignored",
+            None,
         )
+    )
     metrics = {} if metric is None else metric.compute(kept, engine.votes)
     return Evaluation(loss=loss_sum / num_targets, targets=int(num_targets), samples=len(samples), metrics=metrics)
 

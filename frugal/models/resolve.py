@@ -81,7 +81,7 @@ def presets() -> Mapping[str, Mapping[str, Any]]:
 
 def _refuse_inputs_and_packed_weights(reference: str, config: Any) -> None:
     """Refuse a model whose encoder reads something else than tokens, of which transformers has the decoder for text,
-    and weights that bitsandbytes has packed, which the plan would count as they were.
+    and weights that are packed, which the plan would count as they were.
 
     Raises:
         RequestError: with what it reads, or what to give in its place.
@@ -100,10 +100,12 @@ def _refuse_inputs_and_packed_weights(reference: str, config: Any) -> None:
     method = given.get("quant_method") if isinstance(given, dict) else getattr(given, "quant_method", None)
     refuse(
         (
-            method == "bitsandbytes",
+            method is not None,
             f"{reference} is quantised already",
-            "its configuration says that bitsandbytes has packed its weights",
-            "give the model it was made of, with --lora r=16 --quantize nf4",
+            f"its configuration says that {method} has packed its weights",
+            "give the model it was made of, with --lora r=16 --quantize nf4"
+            if method == "bitsandbytes"
+            else "give the model it was made of, or a config.json without `quantization_config` if it is unpacked",
         )
     )
 
@@ -148,10 +150,14 @@ def _from_config(
     with failure(f"{reference} is no single model for text", ValueError, hint=hint):
         text = config.get_text_config()
     layers = getattr(text, "num_hidden_layers", None)
-    if isinstance(layers, int) and layers > MOST_LAYERS:
-        raise RequestError(
-            f"{reference} has {layers} layers", because=f"building more than {MOST_LAYERS} one by one does not end"
+    refuse(
+        (
+            isinstance(layers, int) and layers > MOST_LAYERS,
+            f"{reference} has {layers} layers",
+            f"building more than {MOST_LAYERS} one by one does not end",
+            None,
         )
+    )
     uses_cache = getattr(text, "use_cache", None)
     for part in (config, text):
         if getattr(part, "use_cache", False):

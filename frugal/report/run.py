@@ -236,16 +236,19 @@ def read_run(folder: Path) -> RecordedRun:
     Raises:
         RequestError: there is no such folder, or it is not a run's.
     """
-    if not folder.is_dir():
-        because = "it is a file" if folder.exists() else "there is no such folder"
-        raise RequestError(f"there is no run in {folder}", because=because, hint="give the --out of a run")
     refuse(
+        (
+            not folder.is_dir(),
+            f"there is no run in {folder}",
+            "it is a file" if folder.exists() else "there is no such folder",
+            "give the --out of a run",
+        ),
         (
             not (folder / METRICS).exists(),
             f"{folder} is not a run's folder",
             f"it has no {METRICS}",
             "give the --out of a run that has begun to train",
-        )
+        ),
     )
     history = read_history(folder)
     plan, settings, notes = None, {}, []

@@ -280,12 +280,14 @@ def _node(host: HostfileEntry, settings: ClusterSettings, precision: Precision, 
                 )
             device = cluster.cpu_rank(size)
         else:
-            if size is None and name is None:
-                raise RequestError(
+            refuse(
+                (
+                    size is None and name is None,
                     "the memory of a GPU is not known",
-                    because="neither a line of the hostfile nor --mem says it",
-                    hint="write it behind the slots: NAME slots=4  # mem=12G",
+                    "neither a line of the hostfile nor --mem says it",
+                    "write it behind the slots: NAME slots=4  # mem=12G",
                 )
+            )
             card = unnamed if name is None else cluster.find_card(name)
             device = card.device(precision, num_gpus=world_size, memory_bytes=size)
         devices.append(replace(device, held_bytes=held))

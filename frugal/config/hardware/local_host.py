@@ -5,6 +5,7 @@ import platform
 import re
 import resource
 import subprocess
+import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
@@ -84,6 +85,13 @@ def cpu_name() -> str:
 def cuda_driver() -> str:
     """Return the version of NVIDIA's driver, such as `580.95.05`; empty if it is not known."""
     return _search(r"\b(\d{3,}\.\d+(?:\.\d+)?)\b", _DRIVER)
+
+
+def has_cuda_driver() -> bool:
+    """Return whether CUDA's driver is where torch looks for it: among the system's libraries, or beside torch's own."""
+    with suppress(OSError):
+        return bool(ctypes.CDLL("libcuda.so.1"))
+    return any(Path(sys.prefix).glob("lib/python3.*/site-packages/nvidia/*/lib/libcuda.so.1"))
 
 
 def available_bytes() -> int:

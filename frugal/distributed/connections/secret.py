@@ -15,7 +15,7 @@ from pathlib import Path
 import platformdirs
 
 from frugal.distributed import env
-from frugal.errors import RequestError, failure
+from frugal.errors import RequestError, failure, refuse
 
 SECRET, SECRET_FILE = "FRUGAL_SECRET", "FRUGAL_SECRET_FILE"
 """Variables of the environment: the secret itself, and the file that holds it."""
@@ -62,12 +62,14 @@ def read(path: Path) -> bytes:
 
 
 def _long_enough(secret: bytes, where: str) -> bytes:
-    if len(secret.strip()) < FEWEST_BYTES:
-        raise RequestError(
+    refuse(
+        (
+            len(secret.strip()) < FEWEST_BYTES,
             f"the secret in {where} is too short",
-            because=f"it has {len(secret.strip())} bytes, and {FEWEST_BYTES} or more cannot be guessed",
-            hint=f"make one: {_MAKE_ONE}",
+            f"it has {len(secret.strip())} bytes, and {FEWEST_BYTES} or more cannot be guessed",
+            f"make one: {_MAKE_ONE}",
         )
+    )
     return secret.strip()
 
 

@@ -15,6 +15,7 @@ from frugal.config.hardware.cluster import GENERIC, Card, Cluster, resized
 from frugal.config.optimizers import Optimizer
 from frugal.config.request import Request
 from frugal.config.schema import understand
+from frugal.distributed.env import silence_libraries
 from frugal.dryrun.cache import presets
 from frugal.dryrun.client import DryRunSource, workers
 from frugal.dryrun.pool import Pool
@@ -89,6 +90,7 @@ def check(
     of_files = {"gpus": settings.gpus, "nodes": settings.nodes, "precision": settings.precision}
     described = {name: value for name, value in [*of_files.items(), *hardware.items()] if value is not None}
     _, cluster, _ = understand(described, calibration, unnamed)
+    silence_libraries()  # which takes a second: not before it is known on which hardware
     deepspeed, arithmetic = resolved(settings, cluster.world_size)
     if deepspeed is not None and cluster.world_size == 1:  # NCCL, which other tools start for one GPU, too
         device = resized(cluster.devices[0], memory_bytes=cluster.devices[0].memory_bytes, num_ranks=(1, 2))
@@ -118,7 +120,8 @@ def check(
         settings=settings, documents=documents, cluster=cluster, deepspeed=deepspeed, arithmetic=arithmetic,
         findings=traps.traps(settings, deepspeed, arithmetic), out_of_memory=message,
     )  # fmt: skip
-    if deepspeed is not None and any(each.value == UNKNOWN for each in deepspeed.filled):
+    has_no_sizes = deepspeed is not None and any(each.value == UNKNOWN for each in deepspeed.filled)
+    if has_no_sizes or (settings.refusals and not with_plan):  # what the model adds to these takes seconds
         return done
     with nullcontext(pool) if pool is not None else closing(workers()) as pool:
         try:
@@ -140,13 +143,15 @@ def resolved(settings: Settings, world_size: int) -> tuple[Resolved | None, Arit
         RequestError: it cannot be resolved; see `frugal.tools.check.deepspeed_json.resolve`.
     """
     deepspeed, shared_by = None, settings.sequence_parallel
-    if world_size % shared_by:
-        sharing = settings.place("sequence_parallel", "tensor", "pipeline", "context")
-        raise RequestError(
+    refuse(
+        (
+            world_size % shared_by,
             f"{shared_by} GPUs cannot share samples on {world_size} GPUs",
-            because=f"{sharing} names {shared_by}, and {world_size} is no multiple of it",
-            hint=f"check on {shared_by * max(1, world_size // shared_by)}, for instance with --gpus",
+            f"{settings.place('sequence_parallel', 'tensor', 'pipeline', 'context')} names {shared_by}, and "
+            f"{world_size} is no multiple of it",
+            f"check on {shared_by * max(1, world_size // shared_by)}, for instance with --gpus",
         )
+    )
     if settings.deepspeed is not None:
         hidden_size = cache(partial(_hidden_size, settings))
         deepspeed = deepspeed_json.resolve(settings, world_size // shared_by, hidden_size)
@@ -264,12 +269,14 @@ def _readable(request: Request, facts: ModelFacts, settings: Settings) -> Reques
     """
     if facts.max_positions is None or request.seq_len <= facts.max_positions:
         return request
-    if settings.seq_len is not None:
-        raise RequestError(
+    refuse(
+        (
+            settings.seq_len is not None,
             f"samples of {request.seq_len} tokens are longer than {request.model} can read",
-            because=f"it has {facts.max_positions} positions",
-            hint=f"use --seq-len {facts.max_positions}",
+            f"it has {facts.max_positions} positions",
+            f"use --seq-len {facts.max_positions}",
         )
+    )
     return replace(request, seq_len=facts.max_positions)
 
 

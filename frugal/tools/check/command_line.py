@@ -7,6 +7,7 @@ run` and any other that starts what it names. `shell` expands the words, and run
 import os
 import re
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ _MODULES = ("-m", "--module")
 _LAUNCHING_MODULES = ("torch.distributed.run", "torch.distributed.launch", "accelerate.commands.launch", "deepspeed")
 _TRAINS = re.compile(r"\.py\b|\s(-m|--module|launch|train|sft|pt|rlhf)\s|\.ya?ml\b")
 """Words of a command that starts a script, unlike those of one that installs or looks for what has its name."""
+_BATCH = re.compile(r"--(per[_-](device|gpu)[_-]train|micro|train)[_-]batch[_-]size\b")
 _MANY_FLAGS = 5
 """A command with fewer flags prepares something, if a later one has as many."""
 
@@ -63,15 +65,19 @@ def parsed_script(path: Path, text: str) -> tuple[dict[str, Any], dict[tuple[str
             rest = rest[rest.index("&&") + 1 :] if "&&" in rest else rest
             words = rest if _first(rest) < len(rest) else words
         first = _first(words)
-        if first < len(words) and "-c" not in words[first : first + 3]:
+        if first < len(words) and not {"-c", "pip", "venv"} & {*words[first : first + 3]}:
             known = {name: value[0] for name, value in variables.items() if len(value) == 1}
             started.append((words[first:], known | _tasks(words[:first])))
     if started:
-        large = (each for each in started if sum(word.startswith("--") for word in each[0]) >= _MANY_FLAGS)
-        return _flags(*next(large, started[0]), text)
+        # from what prepares, merges or evaluates, a training is known by its batch, a file of settings, or many flags
+        return _flags(*max(started, key=lambda each: (
+            any(map(_BATCH.match, each[0])),
+            Path(each[0][0]).name != "python" and each[0][-1].endswith((".yaml", ".yml")),
+            sum(word.startswith("--") for word in each[0]) >= _MANY_FLAGS,
+        )), text)  # fmt: skip
     raise RequestError(
         f"{path} starts no training script",
-        because=f"no line of it begins with {', '.join(_STARTS)}",
+        because=f"none of its commands is {', '.join(_STARTS)}",
         hint=f"`frugal dryrun {path}` predicts the memory of a training loop in Python"
         if path.suffix == ".py"
         else "give a .json or .yaml file, or a script with the command line of the training",
@@ -80,7 +86,10 @@ def parsed_script(path: Path, text: str) -> tuple[dict[str, Any], dict[tuple[str
 
 def _first(words: Sequence[str]) -> int:
     """Return the index of the word that starts a script, behind what starts it; the number of words if none does."""
-    names = [re.sub(r"^(python)[\d.]+$", r"\1", Path(word).name) for word in words]
+    names = [
+        "python" if word[:1] == "$" and after.endswith(".py") else re.sub(r"^(python)[\d.]+$", r"\1", Path(word).name)
+        for word, after in pairwise((*words, ""))
+    ]
     first = next((i for i, word in enumerate(words) if not re.match(r"[A-Za-z_]\w*=", word)), len(words))
     if names[first:] and names[first] not in (*_STARTS, *_PRINTS):  # of srun, uv run, timeout, a function's "$@"
         later = range(first + 1, len(words))
@@ -132,9 +141,10 @@ def _named(words: Sequence[str]) -> dict[str, Any]:
             values = None if is_given else values
         elif values is not None:
             values.append(word)
-        elif word.endswith((".yaml", ".yml", ".json")):
+        elif word.endswith((".yaml", ".yml", ".json")) and "=" not in word:
             files.append(word)
-    content: dict[str, Any] = {FILES: files if flags or files else [word for word in words if "$" in word]}
+    of_caller = not (flags or files) and all("$" in word and "=" not in word for word in words)
+    content: dict[str, Any] = {FILES: list(words) if of_caller else files}
     for name, given in flags.items():
         read = [_value(word) for word in given] or [True]
         content[name] = read[0] if len(read) == 1 else read
@@ -181,15 +191,13 @@ def num_processes(content: Mapping[str, Any]) -> tuple[int | None, int | None]:
 
 
 def of_accelerate(content: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the flags of `accelerate launch` as they stand in its file; empty if they say only how many processes
-    there are. A value that is not known is None."""
-    said = content.get(LAUNCHER, {})
-    if not said.keys() & {"mixed_precision", *_OF_DEEPSPEED, *_KINDS}:
-        return {}
-    said = {name: None if "$" in str(value) else value for name, value in said.items()}
+    """Return the flags of `accelerate launch` as they stand in its file; empty if there are none. A value that is not
+    known is None."""
+    said = {name: None if "$" in str(value) else value for name, value in content.get(LAUNCHER, {}).items()}
     kind = next(({"distributed_type": kind} for name, kind in _KINDS.items() if said.get(name)), {})
     same = {name: said[name] for name in ("num_processes", "num_machines", "mixed_precision") if name in said}
-    return same | kind | {"deepspeed_config": {name: said[name] for name in _OF_DEEPSPEED & said.keys()}}
+    deepspeeds = {name: said[name] for name in _OF_DEEPSPEED & said.keys()}
+    return {**same, **kind, **({"deepspeed_config": deepspeeds} if deepspeeds else {})}
 
 
 def expandable_segments(content: Mapping[str, Any]) -> bool | None:

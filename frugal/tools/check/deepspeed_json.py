@@ -39,6 +39,8 @@ REMOVED_OF_ZERO = ("mics_shard_size", "mics_hierarchical_params_gather", "zeropp
 UNKNOWN = "unknown"
 """The value of an `auto` that a model decides which is not at hand."""
 
+OF_SCRIPT = "accelerate takes it from the data loader of the training script"
+
 _SIZES = {
     "reduce_bucket_size": BUCKET,
     "stage3_prefetch_bucket_size": PREFETCH,
@@ -113,9 +115,14 @@ def resolve(settings: Settings, world_size: int, hidden_size: Callable[[], int |
     precision = _precision(settings, filled)
     zero = dict(settings.block("zero_optimization"))
     zero["stage"] = stage = _whole(settings, "zero_optimization.stage", zero.get("stage", 0))
-    if stage not in (0, 1, 2, 3):
-        where = settings.places.get("json.zero_optimization.stage", "the DeepSpeed JSON")
-        raise RequestError(f"`zero_optimization.stage` in {where} is {stage}", because="ZeRO has the stages 0 to 3")
+    refuse(
+        (
+            stage not in (0, 1, 2, 3),
+            f"`zero_optimization.stage` in {settings.place('json.zero_optimization.stage')} is {stage}",
+            "ZeRO has the stages 0 to 3",
+            None,
+        )
+    )
     for name, default in _SIZES.items():
         value = zero.get(name, zero.get(name.removeprefix("stage3_"), default))  # DeepSpeed takes either name
         if value == AUTO:
@@ -140,24 +147,29 @@ def _batch(settings: Settings, world_size: int, filled: list[Filled]) -> tuple[i
     """Return `train_batch_size`, micro-batch and accumulation steps."""
     config = settings.deepspeed or {}
     micro, steps = settings.micro_batch, settings.accumulation_steps
-    said_steps = config.get("gradient_accumulation_steps")
+    said_micro, said_steps = config.get(MICRO_BATCH), config.get("gradient_accumulation_steps")
     in_all = steps or (said_steps if isinstance(said_steps, int) else 1)
+    of_gpu = said_micro if micro is None and settings.fills_auto and isinstance(said_micro, int) else micro
     by = settings.tool if settings.fills_auto else "your flags"
     if settings.tool == "accelerate" and steps is None:
         steps, by = 1, "accelerate, where the script does not tell it otherwise"
-    whole = None if micro is None else micro * in_all * world_size
+    whole = None if of_gpu is None else of_gpu * in_all * world_size
     values: list[int | None] = []
     for name, value in (
         ("train_batch_size", whole), (MICRO_BATCH, micro), ("gradient_accumulation_steps", steps)
     ):  # fmt: skip
         said = config.get(name)
-        if said == AUTO and value is None:
-            raise RequestError(
-                f"`{name}` in {settings.places.get(f'json.{name}', 'the DeepSpeed JSON')} is auto, and no "
-                "tool fills it in",
-                because="only transformers' Trainer and accelerate replace it; DeepSpeed itself takes numbers",
-                hint="give the Trainer's arguments, too, or --micro-batch and --accumulation-steps",
+        refuse(
+            (
+                said == AUTO and value is None,
+                f"`{name}` in {settings.places.get(f'json.{name}', 'the DeepSpeed JSON')} is auto, and no tool fills "
+                "it in",
+                OF_SCRIPT
+                if settings.tool == "accelerate"
+                else "only transformers' Trainer and accelerate replace it; DeepSpeed itself takes numbers",
+                "give the Trainer's arguments, too, or --micro-batch and --accumulation-steps",
             )
+        )
         said = _fill(filled, name, said, value, by)
         values.append(None if said is None else _whole(settings, name, said))
     return values[0], values[1], values[2]
@@ -259,7 +271,9 @@ def arithmetic_of(settings: Settings, resolved: Resolved | None, world_size: int
             stated is None and micro is None,
             "no file says how large the micro-batch is",
             (
-                "fields of its own say it, and may have other defaults than the tool's"
+                OF_SCRIPT
+                if settings.tool == "accelerate"
+                else "fields of its own say it, and may have other defaults than the tool's"
                 if resolved is None or settings.fills_auto
                 else "DeepSpeed refuses a JSON with neither `train_batch_size` nor a micro-batch"
             ),

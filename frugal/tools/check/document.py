@@ -11,7 +11,7 @@ follow are a deviation, or a reason not to check at all (`refusals`).
 import json
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -23,7 +23,7 @@ from frugal.config.adapters import Lora
 from frugal.config.optimizers import Optimizer
 from frugal.config.request import Precision, Task
 from frugal.deepspeed_adapter.json_config import MICRO_BATCH
-from frugal.errors import RequestError, failure
+from frugal.errors import RequestError, failure, refuse
 from frugal.tools.check.command_line import FILES, PROGRAM, parsed_script
 
 Tool = Literal["deepspeed", "transformers", "trl", "axolotl", "llama-factory", "accelerate"]
@@ -37,6 +37,8 @@ NAMES: dict[Tool, str] = {
     "accelerate": "accelerate",
 }
 
+_TRAINERS = "per_device_train_batch_size"
+
 _MARKS: Mapping[Tool, str] = {
     "deepspeed": f"zero_optimization train_batch_size {MICRO_BATCH}",
     "accelerate": "compute_environment distributed_type deepspeed_config machine_rank",
@@ -45,7 +47,7 @@ _MARKS: Mapping[Tool, str] = {
     "trl": "use_peft packing packing_strategy completion_only_loss assistant_only_loss dataset_text_field "
     "use_bnb_nested_quant dataset_num_proc dataset_train_split dataset_test_split dataset_kwargs dataset_mixture "
     "dataset_prompt_column max_prompt_length max_completion_length num_generations reward_funcs",
-    "transformers": "per_device_train_batch_size per_gpu_train_batch_size model_name_or_path parallelism_config",
+    "transformers": f"{_TRAINERS} per_gpu_train_batch_size model_name_or_path parallelism_config",
 }
 """Keys that only files of one tool have, asked in this order: TRL and LLaMA-Factory have Trainer's keys, too."""
 
@@ -87,15 +89,17 @@ Level = Literal["error", "warning", "note"]
 
 MAY_DECIDE_MEMORY = re.compile(
     r"^(?!(data(?!\w*_(max|seq)_?len)|preproc|eval|test|val|log|save|hub|wandb|swanlab|trackio|mlflow|comet|tokenizer|report)[a-z]*_)(\w+_)?("
-    r"q?lora|dora|oft|vera|peft|adapt|modules|layers|rank|r$|freeze|frozen|unfr|tune|trainable|"  # adapters
-    r"quant|double_quant|bits?(_|$)|load_in|\d+_?bit|n?v?fp\d|int\d|gptq|awq|aqlm|hqq|eetq|bnb|qat|onebit|dtype|precision|"
-    r"batch|len|max_?len|seq|tokens?(_|$)|pack|multipack|cutoff|context|"
-    r"parallel|pipeline|megatron|tensor(?!board)|shard|fsdp|zero(_|\d)|deepspeed|dist(_|$)|expert|moe|[tcspe]p_|offload|cpu|"
+    r"q?lora|dora|oft|vera|ia3|peft|adapt|modules|layers|rank|r$|freeze|frozen|unfr|tun(e|ing)|trainable|spectrum|"
+    r"quant|double_quant|bits?(_|$)|load_in|\d+_?bit|(n?v?|mx)fp\d|int\d|gptq|awq|aqlm|hqq|eetq|bnb|qat|onebit|dtype|precision|"
+    r"batch|bsz?(_|$)|negatives|passages|group_size|len|max_?len|seq|tokens?(_|$)|pack|multipack|cutoff|context|"
+    r"parallel|pipeline|megatron|tensor(?!board)|shard|fsdp|zero(_|\d)|deepspeed|ds_(stage|config)|dist(_|$)|expert|moe|"
+    r"[tcspe]p(_|$)|offload|cpu|"
     r"kt(_|$)|replicate|"
-    r"vision|visual|image|video|audio|speech|pixel|mm_|multi_?modal|tower|projector|vit(_|$)|"
+    r"vision|visual|image|video|audio|speech|pixel|resolution|frames|mm_|multi_?modal|tower|projector|vit(_|$)|"
     r"ref(_|$)|reference|reward|rl(_|$)|dpo|kto|grpo|ppo|pref(?!ix|etch)|teacher|distil|kd_|critic|rollout|vllm|ebft|diffusion|hatchery|"
     r"kernel|sonicmoe|scattermoe|attn|attention|flash|unsloth|liger|compile|checkpointing(?!_steps)|recompute|"
-    r"galore|apollo|badam|lisa|relora|muon|asft|loss$|optim|embed|vocab|head|model_config|model_args"
+    r"galore|apollo|badam|lisa|lomo|relora|muon|asft|ema(_|$)|loss$|optim|embed|vocab|head|hidden_size|classif|num_labels|"
+    r"model_(config|class|args)"
     r")"
 )
 """Names of fields that are of adapters, quantisation, lengths, parallelism, images, references, kernels or states."""
@@ -165,7 +169,6 @@ class Settings:
     quantize: str | None = None
     activation_checkpointing: bool = False
     use_reentrant: bool | None = None
-    use_cache: bool | None = None
     packing: bool = False
     packs_apart: bool | None = None
     tiled_loss: bool = False
@@ -222,9 +225,14 @@ def read(path: Path, tool: Tool | None = None) -> Document:
     except (ValueError, RecursionError, yaml.YAMLError) as error:
         kind = "YAML" if is_yaml else "JSON"
         raise RequestError(f"{path} is not {kind}", because=" ".join(str(error).split())) from None
-    if not isinstance(content, dict):
-        kind = "empty" if content is None else f"a {type(content).__name__}, not a mapping"
-        raise RequestError(f"{path} holds no settings", because=f"it is {kind}")
+    refuse(
+        (
+            not isinstance(content, dict),
+            f"{path} holds no settings",
+            "it is empty" if content is None else f"it is a {type(content).__name__}, not a mapping",
+            None,
+        )
+    )
     content = {str(key): value for key, value in content.items()}
     if tool is None and _OF_SWIFT & content.keys():
         raise _not_swift(path, "is a file of")
@@ -266,13 +274,14 @@ def _lines(text: str) -> Iterator[tuple[tuple[str, ...], int]]:
                 waiting.append((inner, value))
 
 
-def _tool_of(path: Path, keys: Iterable[str], tools: Iterable[Tool] = tuple(NAMES)) -> Tool:
+def _tool_of(path: Path, keys: Collection[str], tools: Collection[Tool] = tuple(NAMES), why: str = "") -> Tool:
     for tool in _MARKS:
-        if tool in tools and not set(_MARKS[tool].split()).isdisjoint(keys):
+        is_open = tool in tools and (tool != "axolotl" or _TRAINERS not in keys)  # own scripts name a base_model, too
+        if is_open and not set(_MARKS[tool].split()).isdisjoint(keys):
             return tool
     raise RequestError(
         f"{path} is no configuration that frugal knows",
-        because=f"it has no key by which a file of {', '.join(NAMES.values())} is recognised",
+        because=why or f"it has no key by which a file of {', '.join(NAMES.values())} is recognised",
         hint="give the file or script that starts the training; a loop of your own: frugal dryrun SCRIPT.py:step",
     )
 
@@ -286,4 +295,5 @@ def _script(path: Path, text: str, tool: Tool | None) -> Document:
         tool = "trl"
     if tool is None and content[FILES]:
         tool = "transformers"
-    return Document(path, tool or _tool_of(path, content, ("llama-factory", "transformers")), content, lines)
+    why = f"it starts {content[PROGRAM]}, whose flags are not those of LLaMA-Factory or transformers' Trainer"
+    return Document(path, tool or _tool_of(path, content, ("llama-factory", "transformers"), why), content, lines)

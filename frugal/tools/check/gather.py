@@ -46,7 +46,7 @@ def gather(
         )
     if trainer is not None and (launch := command_line.of_accelerate(trainer.content)):
         below = {} if launcher is None else launcher.content
-        content = {**below, **launch, _SECTION: (below.get(_SECTION) or {}) | launch[_SECTION]}
+        content = {**below, **launch, _SECTION: {**(below.get(_SECTION) or {}), **launch.get(_SECTION, {})}}
         known = {
             key: value for key, value in content.items() if value is not None
         }  # what a flag leaves unknown is dropped

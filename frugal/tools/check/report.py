@@ -15,7 +15,7 @@ from frugal.config.hardware import local_host
 from frugal.errors import FrugalError
 from frugal.planning.report import select_texts
 from frugal.tools.check.checked import Check
-from frugal.tools.check.document import NAMES, Place
+from frugal.tools.check.document import NAMES, Deviation, Place
 from frugal.tools.check.out_of_memory import OutOfMemoryMessage
 from frugal.tools.check.verdict import Verdict
 from frugal.units import format_bytes, plural
@@ -65,15 +65,21 @@ def report(check: Check) -> str:
         + (f"\n    {each.hint}" if each.hint else "")
         for each in check.findings
     ]
-    blocks["evaluated differently than written"] = [
-        f"{each.place}: {each.text}" if each.place is not None else each.text
-        for each in (*settings.refusals, *settings.deviations)
-    ] + list(verdict.notes if verdict is not None else ())
+    blocks |= {
+        title: [f"{each.place}: {each.text}" if each.place is not None else each.text for each in rows]
+        for title, rows in (
+            ("not checked because of", settings.refusals),
+            (
+                "evaluated differently than written",
+                [*settings.deviations, *map(Deviation, verdict.notes if verdict is not None else ())],
+            ),
+        )
+    }
     blocks["read"] = [
         f"{path}: {', '.join(each.key for each in settings.read if each.path == path)}"
         for path in dict.fromkeys(place.path for place in settings.read)
     ]
-    blocks["unknown to frugal, and ignored"] = [f"{place}: {place.key}" for place in settings.unknown]
+    blocks["unknown to frugal"] = [f"{place}: {place.key}" for place in settings.unknown]
     if change is not None:
         after = change.verdict.memory
         blocks[f"smallest change that fits: {change.words}"] = [
@@ -246,7 +252,7 @@ def as_sarif(check: Check) -> bytes:
         *((each.rule, each.level, ": ".join(filter(None, (each.text, each.hint))), each.place)
           for each in check.findings),
         *(("evaluated-otherwise", "note", each.text, each.place) for each in check.settings.deviations),
-        *(("unknown-field", "note", f"`{place.key}` is unknown to frugal, and ignored", place)
+        *(("unknown-field", "note", f"`{place.key}` is unknown to frugal", place)
           for place in check.settings.unknown),
     ]  # fmt: skip
     results = [_result(rule, level, text, place or first) for rule, level, text, place in rows if rule]

@@ -1,22 +1,25 @@
 """The commands of a shell script with their words, expanded as bash would do it. Nothing is run.
 
-Followed are quotes, continued lines, here documents, variables, arrays, `${NAME:-default}` and its kin, `$((A / B))`,
-`eval`, `read` and `bash -c`. What depends on a command's output, on the script's arguments or on the environment is
-unknown: it stays as it is written, with its `$`. Nor is it known which branch is taken. All are read, and a variable
-keeps the value that it had before; that of a loop has one if the loop has one round.
+Followed are quotes, continued lines, here documents, variables, arrays, `${NAME:-default}` and its kin, `$((A / B))`
+and `$[A / B]`, `eval`, `read` and `bash -c`. What depends on a command's output, on the script's arguments or on the
+environment is unknown: it stays as it is written, with its `$`. Of an `if` that compares what is known, the branch that
+is taken is read. Of others all are, and a variable keeps the value that it had before; that of a loop has one if the
+loop has one round.
 
 Grammar: https://pubs.opengroup.org/onlinepubs/9799919799/utilities/V3_chap02.html. bashlex has it all and is under the
 GPL; tree-sitter-bash has no expansions, which are most of this (docs/check.md has a comparison).
 """
 
+import operator
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 Variables = dict[str, list[str]]
 """The items of each array; of a variable that is none, its one value."""
 
 _NESTED = r"(?:[^()]|\((?:[^()]|\((?:[^()]|\([^()]*\))*+\))*+\))*+"
-_SUM, _COMMAND, _TICKS = rf"\$\(\((?P<sum>{_NESTED})\)\)", rf"\$\((?P<command>{_NESTED})\)", r"`(?P<ticks>[^`]*)`"
+_SUM = rf"\$\(\((?P<sum>{_NESTED})\)\)|\$\[(?P<old_sum>[^\[\]]*)\]"
+_COMMAND, _TICKS = rf"\$\((?P<command>{_NESTED})\)", r"`(?P<ticks>[^`]*)`"
 _BRACES = r"\$\{(?P<braces>(?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*+\})*+)\}"
 _EXPANSION = re.compile(rf"{_SUM}|{_COMMAND}|{_TICKS}|{_BRACES}|\$(?P<name>[A-Za-z_]\w*)|\$[\d@*#?$!-]", re.DOTALL)
 _UNNAMED = re.sub(r"\?P<\w+>", "?:", _EXPANSION.pattern)
@@ -34,13 +37,15 @@ _FIELD = re.compile(rf"(?:{_UNNAMED}|\S)+", re.DOTALL)
 
 _ARRAY = re.compile(r"\$\{\w+\[@\]\}")
 _ASSIGNED = re.compile(r"([A-Za-z_]\w*)(\+?)=")
-_PARAMETER = re.compile(r"(#?)([A-Za-z_]\w*)(?:\[(\d+|@|\*)\])?(?:(:?[-=+])(.*))?", re.DOTALL)
+_PARAMETER = re.compile(r"(#?)([A-Za-z_]\w*|[1-9]\d*)(?:\[(\d+|@|\*)\])?(?:(:?[-=+])(.*))?", re.DOTALL)
 _NAME = re.compile(r"[A-Za-z_]\w*")
 _BLANK = r"(?:[ \t\r]|\\[ \t\r]*\n)+"
 _BEGINS = {"if", "while", "until", "for", "case", "select"}
 _ENDS = {"fi", "done", "esac"}
-_WORDS_BEFORE_COMMANDS = _BEGINS | _ENDS | {"then", "else", "elif", "do", "in", "{", "}", "!", "time", "function"}
 _DECLARES = {"export", "declare", "local", "readonly", "typeset"}
+_WORDS_BEFORE_COMMANDS = {
+    *_BEGINS, *_ENDS, *_DECLARES, "then", "else", "elif", "do", "in", "{", "}", "!", "time", "function",
+}  # fmt: skip
 _MOST_DEEP = 8  # texts that are read as commands, in each other
 
 
@@ -56,12 +61,23 @@ def commands(text: str, variables: Variables, depth: int = 0) -> Iterator[list[s
             yield words
 
 
+def _holds(tests: Sequence[Sequence[str]]) -> bool | None:
+    """Return whether the one test of an `if` holds; None if there are more, or what it compares is not known."""
+    match [word for test in tests for word in test]:
+        case ["[" | "[[", left, sign, right, _] if not re.search(r"[$`*?\[]", left + right):
+            if left.isdecimal() and right.isdecimal() and re.fullmatch("-(eq|ne|lt|le|gt|ge)", sign):
+                return bool(getattr(operator, sign[1:])(int(left), int(right)))
+            return {"=": left == right, "==": left == right, "!=": left != right}.get(sign)
+    return None
+
+
 class _Script:
     """A reader of a text from the place `at` on."""
 
     def __init__(self, text: str, variables: Variables) -> None:
         self.text, self.variables, self.at = text, variables, 0
-        self.branches = 0
+        self.branches: list[list[bool | None]] = []  # of each that is open: which are taken; None where it is not known
+        self.tests: list[list[str]] = []  # commands since the last `if` or `elif`
         self.documents: list[tuple[str, bool]] = []  # here documents that begin behind this line, and if they expand
         self.reads = ""  # the variable that takes the next of them
 
@@ -74,8 +90,9 @@ class _Script:
             if redirected := self._match(r"&>>?|\d*(?:<<<|<<-?|>>|>&|<&|>\||[<>](?!\())"):
                 self._redirect(redirected, words)
             elif end := self._match(r"\n|[;&|()]"):
-                if words:
+                if words and not self._is_in_branch(taken=False):
                     yield words
+                self.tests.append(words)
                 words = []
                 if end == "\n":
                     self._skip_documents()
@@ -85,7 +102,7 @@ class _Script:
                 begin = self.at
                 words = self._begun([*words, *self._word()])
                 self.at += self.at == begin  # what begins nothing, as a `>(` without its end
-        if words:
+        if words and not self._is_in_branch(taken=False):
             yield words
 
     def _match(self, pattern: str) -> str:
@@ -95,15 +112,28 @@ class _Script:
 
     def _begun(self, words: list[str]) -> list[str]:
         """Return the words of a command so far, without what only leads to it."""
-        if len(words) == 1 and words[0] in _WORDS_BEFORE_COMMANDS:
-            self.branches += (words[0] in _BEGINS) - (words[0] in _ENDS)
-            if words[0] == "for" and (loop := self._match(r"\s*[A-Za-z_]\w*\s+in\b")):
-                items = self._list(_BLANK)
-                self.variables.pop(name := loop.split()[0], None)
-                if len(items) == 1:
-                    self.variables[name] = items
-            return []
-        return [] if words and words[0] in _DECLARES and (len(words) == 1 or words[-1].startswith("-")) else words
+        if len(words) != 1 or words[0] not in _WORDS_BEFORE_COMMANDS:
+            return words
+        self._branch(words[0])
+        self._match(rf"(?:{_BLANK}-\w+)+")  # of `declare -a`
+        if words[0] == "for" and (loop := self._match(r"\s*[A-Za-z_]\w*\s+in\b")):
+            items = self._list(_BLANK)
+            self.variables.pop(name := loop.split()[0], None)
+            if len(items) == 1:
+                self.variables[name] = items
+        return []
+
+    def _branch(self, word: str) -> None:
+        """Open or close a branch, or begin the next of an `if`."""
+        self.branches += [[] if word == "if" else [None]] * (word in _BEGINS)
+        if word in ("then", "else") and self.branches:
+            taken, holds = self.branches[-1], word == "else" or _holds(self.tests)
+            taken.append(False if True in taken else None if None in taken and holds else holds)
+        self.tests = [] if word in ("if", "elif") else [*self.tests, [word]]
+        del self.branches[len(self.branches) - (word in _ENDS) :]
+
+    def _is_in_branch(self, *, taken: bool | None) -> bool:
+        return any(each[-1:] == [taken] for each in self.branches)
 
     def _list(self, between: str) -> list[str]:
         """Return the words up to where none follows; `between` is a pattern of what is between two."""
@@ -124,7 +154,11 @@ class _Script:
             self._match(r"\)")
         else:  # the first item stands for all
             value = ["".join(before[:1]) * adds + " ".join(self._word(splits=False)), *before[1:]]
-        if adds or not (self.branches and any(before)) or "$" in " ".join(before):
+        # in a branch that may not be taken, only what has no value gets one, as in `if [ -z "$N" ]; then N=8`
+        is_open = not any(before) or (
+            "$" in (text := " ".join(before)) and any(text in " ".join(t) for t in self.tests)
+        )
+        if (adds or is_open or not self._is_in_branch(taken=None)) and not self._is_in_branch(taken=False):
             self.variables[name] = value
 
     def _redirect(self, operator: str, words: list[str]) -> None:
@@ -195,7 +229,7 @@ class _Script:
         match = _EXPANSION.fullmatch(expansion)
         assert match is not None
         kind, body = match.lastgroup or "", match[match.lastgroup or 0]
-        if kind == "sum":
+        if kind in ("sum", "old_sum"):
             value = self._arithmetic(body)
             return None if value is None else [value]
         if kind == "name" and body in self.variables:

@@ -65,9 +65,14 @@ def take(document: Document, settings: Settings, table: Mapping[str, Any], *pref
     content: Any = document.content
     for key in prefix:
         content = content.get(key) or {}
-    if not isinstance(content, dict):
-        name, place = ".".join(prefix), document.place(*prefix)
-        raise RequestError(f"`{name}` in {place} is {content!r}", because="it must be a mapping")
+    refuse(
+        (
+            not isinstance(content, dict),
+            f"`{'.'.join(prefix)}` in {document.place(*prefix)} is {content!r}",
+            "it must be a mapping",
+            None,
+        )
+    )
     place_of = partial(document.place, *prefix)
     said, known = {}, {*table.get("elsewhere", "").split(), *table.get("only", {}), *table.get("block", {})}
     for kind in KINDS:
@@ -98,7 +103,7 @@ def take(document: Document, settings: Settings, table: Mapping[str, Any], *pref
     settings.read += [place_of(key) for key in own if key in known and not isinstance(content[key], dict)]
     unknown = [key for key in own if key not in known.union(table["no_effect"].split())]
     settings.unknown += map(place_of, unknown)
-    decisive = [key for key in unknown if content[key] and MAY_DECIDE_MEMORY.search(key)]
+    decisive = [key for key in unknown if content[key] and MAY_DECIDE_MEMORY.search(key.replace("-", "_"))]
     if decisive:
         names = ", ".join(f"`{key}`" for key in decisive)
         settings.refuse(f"{names}: unknown to frugal, and may decide memory", place_of(decisive[0]))
@@ -155,11 +160,14 @@ def read(document: Document, given: Collection[str] = ()) -> Settings:
     table = table_of(document.tool)
     given = take(document, settings, table)
     if given.get("deepspeed_file") in (True, False, "") and given.pop("deepspeed_file"):
-        where = settings.place("deepspeed_file")
-        settings.refuse("`deepspeed` names no file: the script itself decides how DeepSpeed runs", where)
+        settings.refuse(
+            "`deepspeed` names no file: the script itself decides how DeepSpeed runs", settings.place("deepspeed_file")
+        )
     settings.raw = said = table["default"] | given
-    of_others = (each.key for each in settings.unknown if "batch" in each.key and MAY_DECIDE_MEMORY.search(each.key))
-    if any(of_others):  # a script with other names, and so with other defaults
+    others = (each.key for each in settings.unknown if MAY_DECIDE_MEMORY.search(each.key))
+    if any(
+        re.search(r"batch|(^|_)bsz?(_|$)", key) for key in others
+    ):  # a script with other names, and so with other defaults
         said["micro_batch"] = given.get("micro_batch")
     for name in said.keys() & {each.name for each in fields(Settings)}:
         setattr(settings, name, said[name])

@@ -41,7 +41,7 @@ def _of_any(settings: Settings, arithmetic: Arithmetic) -> list[Row]:
     is_frozen = settings.activation_checkpointing and settings.lora is not None
     return [
         (
-            settings.activation_checkpointing and settings.use_cache, "cache-with-checkpointing", "warning",
+            settings.activation_checkpointing and said.get("use_cache"), "cache-with-checkpointing", "warning",
             "`use_cache` with activation checkpointing: transformers switches the cache off, with a warning at every "
             "step in some models",
             ("use_cache",), "use_cache: false",

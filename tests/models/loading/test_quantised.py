@@ -1,6 +1,7 @@
 """Modules that are quantised, and their bytes: as transformers does it, read or made, on meta or for real."""
 
 import copy
+import json
 import sys
 import weakref
 from dataclasses import replace
@@ -145,6 +146,12 @@ def test_what_cannot_be_quantised_is_refused(folders: Path, tmp_path: Path, monk
     theirs(folders / "llama", "fp32").save_pretrained(tmp_path / "packed")
     with pytest.raises(RequestError, match="is quantised already"):
         resolve(str(tmp_path / "packed"))
+    config = tmp_path / "packed" / "config.json"
+    for method in ("gptq", "awq", "fp8", "mxfp4", "compressed-tensors"):
+        packed = json.loads(config.read_text()) | {"quantization_config": {"quant_method": method}}
+        (tmp_path / "config.json").write_text(json.dumps(packed))
+        with pytest.raises(RequestError, match=f"{method} has packed its weights"):
+            resolve(str(tmp_path / "config.json"))
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)  # as `import` and `find_spec` see what is not there
     with pytest.raises(RequestError, match="pip install bitsandbytes"):
         spec_of(folders / "llama").build(dtype=torch.float32, device="meta")

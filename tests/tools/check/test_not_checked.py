@@ -1,12 +1,17 @@
 """`frugal check` has a verdict only where it read everything that decides memory; the rest it says in any case."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+from frugal.config.hardware.local_host import has_cuda_driver
 from frugal.dryrun.pool import Pool
 from frugal.errors import RequestError
+from frugal.tools.check import checked
 from frugal.tools.check.checked import check
 from frugal.tools.check.gather import gather
 from tests.commands import frugal
@@ -41,6 +46,10 @@ def refusals(tmp_path: Path, text: str, name: str = "train.yaml") -> str:
         "data_max_length: 512", "use_eaft_loss: true", "freeze_backbone: true",
         "ref_model_path: llama", "reward_model: llama", "use_vllm: true", "num_experts: 8",
         "label_smoothing_factor: 0.1", "fsdp: full_shard", "micro_batch_size: 3",
+        "mxfp4: true", "spectrum_config_path: a.yaml", "tp: 2", "ds_stage: 3", "num_frames: 16", "use_ema: true",
+        "num_negatives: 4", "train_group_size: 8", "use_lomo: true", "micro_bs: 2",
+        "pipe-parallel-size: 2", "prompt_tuning: true", "hidden_size: 64", "classifier_dropout: 0.1",
+        "config_overrides: n_layer=2",
     ],
 )  # fmt: skip
 def test_a_field_that_may_decide_memory_is_named_instead_of_a_verdict(field: str, tmp_path: Path) -> None:
@@ -50,7 +59,16 @@ def test_a_field_that_may_decide_memory_is_named_instead_of_a_verdict(field: str
 
 @pytest.mark.parametrize(
     "field",
-    ["chat_template: llama", "dataset_mixer: {a: 1.0}", "lora_enable: false", "my_own_field: 3", "eval_max_length: 9"],
+    [
+        "chat_template: llama",
+        "dataset_mixer: {a: 1.0}",
+        "lora_enable: false",
+        "my_own_field: 3",
+        "eval_max_length: 9",
+        "mxfp4: false",
+        "schema: 1",
+        "step: 3",
+    ],
 )
 def test_other_fields_and_those_that_are_off_leave_the_verdict(field: str, tmp_path: Path) -> None:
     assert refusals(tmp_path, ADAPTERS + field) == ""
@@ -212,6 +230,29 @@ def test_without_a_model_the_report_says_what_was_read(tmp_path: Path, capsys: p
     )
     assert "4 samples = 2 GPUs x micro-batch 2 x 1 accumulation step" in out
     assert f"read\n  {file}: learning_rate, per_device_train_batch_size\n" in out
+
+
+@pytest.mark.parametrize("flags", [[], ["--gpus", "8"], ["--mem", "80G"]])
+def test_without_a_driver_missing_hardware_is_asked_for_before_torch_is_loaded(flags: list[str]) -> None:
+    words = ["check", str(HERE / "configs" / "deepspeed" / "zero2-auto.json"), *flags]
+    program = (
+        "import sys; from frugal.cli import options, run; options.has_cuda_driver = lambda: False; "
+        f"code = run({words!r}); assert not {{'torch', 'transformers'}} & sys.modules.keys(); sys.exit(code)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 2 and " is not known\n" in done.stderr, done.stderr
+
+
+def test_a_driver_is_found_where_torch_finds_gpus() -> None:
+    assert has_cuda_driver() or not torch.cuda.is_available()
+
+
+def test_what_the_fields_refuse_needs_no_model(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(checked, "DryRunSource", None)
+    (tmp_path / "train.yaml").write_text(ADAPTERS + "use_vllm: true")
+    settings, documents = gather([tmp_path / "train.yaml"], {"model": TINY})
+    done = check(settings, documents, {"gpus": 2, "mem": "6G"}, with_plan=False)
+    assert done.verdict is None and done.arithmetic.global_batch == 16 and len(settings.refusals) == 1
 
 
 def test_uris_are_percent_encoded(

@@ -77,10 +77,49 @@ def test_gpus_that_split_the_model_or_a_sample_have_the_same_samples(
 def test_flags_of_accelerate_launch_win_over_its_file(in_file: int, in_flag: int | None, machines: int) -> None:
     launcher = f"distributed_type: MULTI_GPU\nnum_processes: {in_file * machines}\nnum_machines: {machines}\n"
     flag = "" if in_flag is None else f"--num_processes {in_flag * machines} "
-    script = f"accelerate launch --config_file a.yaml {flag}--mixed_precision bf16 train.py {TRAINS}"
-    with TemporaryDirectory() as folder:
-        read = of(Path(folder), ("train.sh", script), ("a.yaml", launcher))
-    assert (read.gpus, read.nodes, read.precision) == (in_flag or in_file, machines, "bf16")
+    for precision in ("--mixed_precision bf16", ""):
+        script = f"accelerate launch --config_file a.yaml {flag}{precision} train.py {TRAINS} --bf16"
+        with TemporaryDirectory() as folder:
+            read = of(Path(folder), ("train.sh", script), ("a.yaml", launcher))
+        assert (read.gpus, read.nodes, read.precision) == (in_flag or in_file, machines, "bf16")
+
+
+def test_a_flag_of_accelerate_launch_that_is_not_known_leaves_open_what_its_file_says(tmp_path: Path) -> None:
+    script = f"accelerate launch --config_file a.yaml --num_processes $N train.py {TRAINS}"
+    launcher = ("a.yaml", "distributed_type: MULTI_GPU\nnum_processes: 8\n")
+    assert of(tmp_path, ("train.sh", script), launcher).gpus is None
+
+
+@pytest.mark.parametrize("micro", [3, "auto"])
+def test_accelerate_fills_in_the_batch_of_a_micro_batch_in_the_json(micro: Any, tmp_path: Path) -> None:
+    """`_prepare_deepspeed` of its `accelerator.py` takes the JSON's micro-batch where it is a number."""
+    content = {"train_batch_size": "auto", "train_micro_batch_size_per_gpu": micro, "zero_optimization": {"stage": 2}}
+    launcher = "distributed_type: DEEPSPEED\nnum_processes: 4\ndeepspeed_config:\n  deepspeed_config_file: ds.json\n"
+    read = of(tmp_path, ("a.yaml", launcher), ("ds.json", json.dumps(content)))
+    if micro == "auto":
+        with pytest.raises(RequestError, match="accelerate takes it from the data loader of the training script"):
+            resolved(read, 4)
+    else:
+        assert resolved(read, 4)[1].global_batch == 12
+
+
+def test_a_script_of_its_own_that_names_a_base_model_has_trainers_batch(tmp_path: Path) -> None:
+    read = of(tmp_path, ("a.yaml", "base_model: gpt2\nper_device_train_batch_size: 4\ntotal_length: 9\n"))
+    assert (read.tool, read.micro_batch) == ("transformers' Trainer", 4) and "`total_length`" in why(read)
+
+
+@pytest.mark.parametrize(
+    ("script", "program"),
+    [
+        ("torchrun -m verl.trainer.fsdp_sft_trainer data.train_files=$HOME/a data.micro_batch_size=8", "verl.trainer"),
+        ("torchrun tasks/train.py $(dirname $0)/config.py output_dir ${OUT}", "tasks/train.py"),
+        ("accelerate launch train.py --batch-size 2 --lr 1e-4 --seq-length 16000", "train.py"),
+    ],
+)
+def test_a_script_with_flags_of_its_own_is_named(script: str, program: str, tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match="no configuration that frugal knows") as error:
+        of(tmp_path, ("a.sh", script))
+    assert f"it starts {program}" in error.value.because[0] and "frugal dryrun" in str(error.value.hint)
 
 
 def test_accelerates_flags_alone_say_how_deepspeed_runs(tmp_path: Path) -> None:
@@ -192,7 +231,8 @@ def test_every_key_that_deepspeed_removed_is_found(tmp_path: Path) -> None:
     [
         ("a.sh", "python x.py --model_name_or_path m --output_dir o --learning_rate 1e-4 --train_batch_size 1"),
         ("b.sh", "deepspeed x.py --finetuning_type full --train_micro_batch_size_per_gpu 4 --max_steps 9"),
-        ("c.yaml", "base_model: gpt2\nnum_epochs: 1\nper_device_train_batch_size: 4\n"),
+        ("c.yaml", "base_model: gpt2\nnum_epochs: 1\nbatch_size_per_gpu: 4\n"),
+        ("d.sh", "python x.py --model_name_or_path m --output_dir o --learning_rate 1e-4 --bs 1"),
     ],
 )
 def test_a_batch_by_another_name_has_no_default_of_the_tool(name: str, text: str, tmp_path: Path) -> None:

@@ -47,6 +47,8 @@ SCRIPTS = [
     "A=(one three)\nB=four\nstarted ${#A} ${#A[1]} ${#A[@]} ${#B} ${A} ${A[5]:-none} ${B[0]}\n",
     "read -r A <<< \"b c\"\nstarted $A\nif read -r D E <<< \"f g\"; then started last; fi\n",
     "export A=1 B='2 3'\nA+=4\nstarted \"$A\" $B -- 2 --x=\"$B\"'c'$A\n",
+    "declare -a A=(--x 1 # a comment\n  --y)\ndeclare -r B=2\nstarted \"${A[@]}\" $[B * (3 + 4)] ${1:-9}\n",
+    "if ! [ a = a ]; then B=1; fi\nif [ 1 -gt 2 ]; then\n  if [ a = a ]; then A=2; fi\nelse A=3; fi\nstarted $A\n",
 ]  # fmt: skip
 
 
@@ -84,6 +86,41 @@ ASSIGNED = st.one_of(
 def test_words_of_any_script_are_those_of_bash(script: str) -> None:
     begin = "A=1\nB='2 3'\nC=--c\n"
     assert of_frugal(begin + script) == of_bash(begin + script)
+
+
+VALUES = st.sampled_from(["0", "1", "2", "10", "true", ""])
+TESTED = st.one_of(
+    st.tuples(VALUES, st.sampled_from(["=", "==", "!="]), VALUES),
+    st.tuples(NUMBERS, st.sampled_from(["-eq", "-ne", "-lt", "-le", "-gt", "-ge"]), NUMBERS),
+).map(lambda each: "[ \"{}\" {} '{}' ]".format(*each))
+BRANCHES = st.deferred(
+    lambda: st.one_of(
+        st.sampled_from(["started $A", "A=4", "A+=5", "started 6", "A=(7 8)"]),
+        st.tuples(TESTED, BRANCHES, TESTED, BRANCHES, BRANCHES).map(
+            lambda each: "if {}; then {}\nelif {}; then\n{}; else {}; fi".format(*each)
+        ),
+        st.tuples(TESTED, BRANCHES, BRANCHES).map(lambda each: "if {}\nthen {}; fi; {}".format(*each)),
+    )
+)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(st.lists(BRANCHES, min_size=1, max_size=4).map("\n".join))
+def test_of_branches_whose_tests_compare_what_is_known_those_that_bash_takes_are_read(script: str) -> None:
+    script = f"A=1\n{script}\nstarted $A"
+    assert of_frugal(script) == of_bash(script)
+
+
+@pytest.mark.parametrize("test", ["[ -f x ]", '[ "$N" = 1 ]', "[ 1 = 1 ] && [ 2 = 2 ]", "[[ a == a* ]]", "((1 < 2))"])
+def test_of_other_branches_all_are_read(test: str) -> None:
+    script = f"A=1\nif {test}; then A=2; started a; else A=3; started b; fi\nstarted $A"
+    assert of_frugal(script) == [["a"], ["b"], ["1"]]
+
+
+def test_a_branch_that_may_be_taken_gives_a_value_to_what_its_test_asks_for_alone() -> None:
+    script = "N=$(nvidia-smi -L | wc -l)\nA=$((8 / N))\nif [ $N == 0 ]; then N=1; fi\n"
+    script += 'if [ "$DEBUG" = true ]; then A=1; fi\nstarted $N "$A"\n'
+    assert of_frugal(script) == [["1", "$((8 / N))"]]
 
 
 @pytest.mark.parametrize("quoted", ['"${C[@]}"', '"${C[@]}${C[@]}"', '"x${C[@]}"', '""', "\"${C[@]}\"''"])
@@ -135,6 +172,23 @@ def test_the_training_is_seen_behind_what_starts_it(begin: str, program: str, gp
     script = f"{before}{begin} --a 1 --b 2 --c 3 --e 5 --d 4{end}\n"
     content, _ = parsed_script(Path("a.sh"), script)
     assert (content[PROGRAM], content["d"], num_processes(content)) == (program, 4, (gpus, None)), content[LAUNCHER]
+
+
+@pytest.mark.parametrize(
+    "training",
+    [
+        "$PYTHON train.py --output_dir out --per_device_train_batch_size 2",
+        "accelerate launch train.py --more",
+        "accelerate launch --num_processes 2 train.py recipe.yaml",
+    ],
+)
+@pytest.mark.parametrize("is_first", [True, False])
+def test_the_training_is_told_from_what_samples_or_evaluates(training: str, is_first: bool) -> None:
+    flags = " ".join(f"--{name} 1" for name in ("model", "k", "temperature", "seed", "batch_size", "num_samples"))
+    training = training.replace("--more", f"{flags} --train_batch_size 4")
+    commands = [f"python generate.py {flags}", training, f"CUDA_VISIBLE_DEVICES=0 python eval.py {flags} &"]
+    content, _ = parsed_script(Path("a.sh"), "\n".join(sorted(commands, reverse=is_first)))
+    assert content[PROGRAM] == "train.py"
 
 
 def test_ms_swift_is_named(tmp_path: Path) -> None:
