@@ -57,8 +57,12 @@ def import_callable(reference: str, hint: str = "name it as package.module:name 
             because=f"it has {', '.join(public) or 'no function or class'}",
             hint=f"did you mean {where}:{(similar or public)[0]}?" if public else f"define `{name}` in it",
         ) from None
-    if not callable(factory):
-        raise RequestError(f"{reference} cannot be called", because=f"its type is {type(factory).__name__}")
+    if not callable(factory) or isinstance(factory, nn.Module):
+        raise RequestError(
+            f"{reference} cannot be called",
+            because=f"its type is {type(factory).__name__}",
+            hint=f"name a function in {where} that returns it",
+        )
     return factory
 
 

@@ -354,7 +354,8 @@ class SampleStream:
         return made
 
     def _check(self, maker: SampleMaker) -> None:
-        maker.report.refuse_rows(maker.settings.skip_bad_rows, maker.settings.too_long, maker.seq_len)
+        how = maker.settings
+        maker.report.refuse_rows(how.skip_bad_rows, how.too_long, maker.seq_len, how.max_positions)
         self.check(maker.report)
 
 

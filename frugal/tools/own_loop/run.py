@@ -42,7 +42,7 @@ from frugal.dryrun.compare import Figures, predicted
 from frugal.dryrun.messages import DryRun
 from frugal.dryrun.trace.cuda_kernels import kernels_of
 from frugal.dryrun.trace.recorder import not_collected, package_folder
-from frugal.errors import FrugalError, RequestError, first_line, refuse
+from frugal.errors import FrugalError, RequestError, first_line, how_to_install, places, refuse
 from frugal.models import factories, transformers_internals
 from frugal.models.objectives import required
 from frugal.planning.memory.timeline import FORWARD
@@ -346,18 +346,9 @@ def failures(script: str, part: str | None) -> Iterator[None]:
             hints = {"": "the script ended itself; its own arguments follow `--`"}
         elif isinstance(error, ValuesNeededError | NotImplementedError) or any(words in text for words in _NO_VALUES):
             hints = {"": _VALUES_HINT}
-        packages = [package_folder(name) for name in ("torch", "frugal", "deepspeed", "transformers")]
-        own = [
-            frame
-            for frame in frames
-            if not any(Path(frame.filename).is_relative_to(folder) for folder in packages)
-            and not frame.filename.startswith("<")
-            and "site-packages" not in frame.filename
-        ]
-        lines = [f"{Path(each.filename).name}, line {each.lineno}, runs `{each.line}`" for each in own[-_SHOWN_FRAMES:]]
         where = f"`{part}` of {script}" if part else str(script)
         raise RequestError(
             f"{where} fails in a dry run",
-            because=[first_line(error), *lines],
-            hint=next((hint for words, hint in hints.items() if words in text), None),
+            because=[first_line(error), *places(error)[-_SHOWN_FRAMES:]],
+            hint=how_to_install(error) or next((hint for words, hint in hints.items() if words in text), None),
         ) from None
