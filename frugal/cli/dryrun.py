@@ -102,6 +102,12 @@ def command(
     is_step = names_a_step(what)
     refuse(
         (
+            what.endswith(".ipynb"),
+            f"{what} is a notebook",
+            "a script is dry-run, as Python runs it",
+            f"write it as one: jupyter nbconvert --to script {what}",
+        ),
+        (
             num_steps is not None and not is_step,
             f"--steps is for a training step of yours, and {what} is none",
             "",

@@ -19,6 +19,7 @@ so the batch before lives until the next is made, and nothing holds the result o
 import functools
 import gc
 import inspect
+import os
 import re
 import runpy
 import traceback
@@ -28,6 +29,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch._dynamo  # imported by the first operator that needs it, it would keep the frames of the script
@@ -145,6 +147,7 @@ def dry_runs(
                 pinning=tracker.host.pinning,
                 empty_cache=tracker.empty_cache,
             ),
+            patch.dict(os.environ),
             kernels_of("cuda", tracker.capability, build.get("torch_version")),
             transformers_internals.as_imported(),
             not_collected(),
@@ -152,6 +155,8 @@ def dry_runs(
             register_optimizer_step_pre_hook(ending(ends_after)),
             pretended_card(tracker, device, capability),
         ):
+            if world_size == 1:  # as `python SCRIPT.py`: by RANK scripts tell that torchrun has started them
+                os.environ.pop("RANK")
             script = load()
             _follow(tracker, script.prepare())
             script.run(num_steps, before_each=begin, batching=tracker.on_host)
@@ -219,10 +224,13 @@ Guard = Callable[[], AbstractContextManager[Any]]
 class Script:
     """A step and the parts that it takes."""
 
-    def __init__(self, name: str, step: Callable[..., Any], parts: Mapping[str, Any]) -> None:
+    def __init__(
+        self, name: str, step: Callable[..., Any], parts: Mapping[str, Any], running: Guard = nullcontext
+    ) -> None:
         """Make a script. `name`: shown in messages. `parts`: the function or value for each part, by name; may have
-        more."""
+        more. `running`: a context in which its code runs."""
         self.name = name
+        self._running = running
         self._step = step
         self._parts = parts
         self._made: dict[str, Any] = {}
@@ -235,13 +243,14 @@ class Script:
         Raises:
             RequestError: it cannot be imported.
         """
+        path = Path(reference[: reference.index(".py") + 3]).expanduser()
+        running = functools.partial(factories.importable, str(path))
         if reference.endswith(".py"):
-            run = functools.partial(runpy.run_path, str(Path(reference).expanduser()), run_name="__main__")
-            return cls(Path(reference).name, run, {})
+            return cls(path.name, functools.partial(runpy.run_path, str(path), run_name="__main__"), {}, running)
         step = factories.import_callable(
             reference, "the script's own arguments follow `--`, and its loop stands under main"
         )
-        return cls(Path(reference.rpartition(":")[0]).name, step, inspect.unwrap(step).__globals__)
+        return cls(path.name, step, inspect.unwrap(step).__globals__, running)
 
     def prepare(self) -> dict[str, Any]:
         """Make and return every part but the batch.
@@ -267,7 +276,7 @@ class Script:
                 self._made[BATCH] = made
                 del made
             arguments = self._arguments(self._step)
-            with failures(self.name, getattr(self._step, "__name__", None)), suppress(Ended):
+            with failures(self.name, getattr(self._step, "__name__", None)), suppress(Ended), self._running():
                 self._step(**arguments)
             del arguments
 
@@ -290,7 +299,7 @@ class Script:
         self._making.append(name)
         try:
             arguments = self._arguments(part)
-            with failures(self.name, name):
+            with failures(self.name, name), self._running():
                 return part(**arguments)
         finally:
             self._making.pop()
