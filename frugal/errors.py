@@ -13,7 +13,6 @@ the user should know, is logged with `logger`.
 """
 
 import logging
-import sysconfig
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -131,7 +130,7 @@ def how_to_install(error: BaseException, what: str = "") -> str | None:
 
 def places(error: BaseException) -> list[str]:
     """Return the lines of a user's own files through which an error came, as `net.py, line 3, runs `x = y``."""
-    libraries = (str(Path(__file__).parent), sysconfig.get_path("stdlib"), "<")
+    libraries = (str(Path(__file__).parent), str(Path(traceback.__file__).parent), "<")
     return [
         f"{Path(each.filename).name}, line {each.lineno}, runs `{each.line}`"
         for each in traceback.extract_tb(error.__traceback__)

@@ -127,7 +127,7 @@ def command(
         ),
     )
     if is_step:
-        with patch.object(sys, "argv", [what[: what.index(".py") + 3], *words]):
+        with patch.object(sys, "argv", [what.rpartition(":")[0] or what, *words]):
             made = _own_step(what, num_steps, torch_version, values)
     else:
         with waiting(f"dry-running {what}"):

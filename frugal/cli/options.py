@@ -50,8 +50,13 @@ class Count(click.types.IntParamType):
             return parse_count(value, self.thousand) if isinstance(value, str) else value
         except RequestError as error:
             cards = " or ".join(similar_cards(re.sub(r"^\d+ ?[x*] ?", "", value)))
-            of_cards = f"`{value}` is a card, and no number of them; write --gpu {cards}, and --gpus N"
-            self.fail(of_cards if cards else f"{error.what}; {error.hint}", param, ctx)
+            self.fail(
+                f"`{value}` is a card, and no number of them; write --gpu {cards}, and --gpus N"
+                if cards
+                else f"{error.what}; {error.hint}",
+                param,
+                ctx,
+            )
 
 
 def _option(row: SettingRow) -> click.Option:

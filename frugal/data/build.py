@@ -133,8 +133,11 @@ class SampleMaker:
         with_words = (column for column, value in first.items() if isinstance(value, str) and _WORD.search(value))
         words = sorted(with_words, key=lambda column: len(first[column]), reverse=True)
         text = f"; there is text in {', '.join(words[:_SHOWN])}" if words else ""
-        chats = [name for name, each in first.items() if isinstance(each, list) and each and isinstance(each[0], dict)]
-        text += "".join(f"; if {name} is a chat: --columns messages={name},role=NAME,content=NAME" for name in chats)
+        text += "".join(
+            f"; if {name} is a chat: --columns messages={name},role=NAME,content=NAME"
+            for name, each in first.items()
+            if isinstance(each, list) and each and isinstance(each[0], dict)
+        )
         because = f"its columns are {', '.join(others)}" if others else "it has no columns"
         roles = ",".join(f"{role}=NAME" for role, column in needed.items() if column not in row_columns)
         refuse(*(

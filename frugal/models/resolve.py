@@ -196,12 +196,11 @@ def _from_path(reference: str, path: Path, task: str | None, num_labels: int | N
     if file.suffix == ".py":
         with failure(f"{reference} cannot be read as Python", SyntaxError, ValueError):
             tree = ast.parse(text)  # not run
-        kinds = (ast.FunctionDef, ast.ClassDef)
-        defined = [each.name for kind in kinds for each in tree.body if isinstance(each, kind)]
+        made = [each.name for kind in (ast.FunctionDef, ast.ClassDef) for each in tree.body if isinstance(each, kind)]
         raise RequestError(
             f"{reference} does not say which function makes the model",
-            because=f"it defines {', '.join(defined) or 'no function or class'}",
-            hint=f"name the one that returns a module: --model {reference}:{next(iter(defined), 'FUNCTION')}",
+            because=f"it defines {', '.join(made) or 'no function or class'}",
+            hint=f"name the one that returns a module: --model {reference}:{next(iter(made), 'FUNCTION')}",
         )
     with failure(f"{file} is no JSON", ValueError, RecursionError, hint="give a config.json, or FILE.py:FUNCTION"):
         # transformers writes infinity as `{"__float__": "Infinity"}`

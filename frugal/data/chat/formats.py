@@ -346,10 +346,8 @@ def _integers(row: Mapping[str, Any], column: str, length: int | None = None) ->
 
 def answers_nothing(row: Whole) -> bool:
     """Return whether an answer to train on has no text and no call of a tool: only its end is learnt."""
-    if isinstance(row, Prompted):
-        return not row.completion
-    if isinstance(row, TokenIds):
-        return False
+    if not isinstance(row, Chat):
+        return isinstance(row, Prompted) and not row.completion
     answers = row.messages[row.num_prompt :] if row.num_prompt else [row.messages[number] for number in row.trained]
     return any(not each.get("content") and not each.get("tool_calls") for each in answers)
 
@@ -361,7 +359,6 @@ def why_masked(row: Whole) -> str:
             return "every label is -100" if len(row.ids) > 1 else "it is one token"
         case Prompted():
             return "its completion has no token"
-    if row.trained:
-        return "no token of it is marked as the assistant's"
     other = ", ".join(dict.fromkeys(role for each in row.messages if (role := each["role"]) not in _TEMPLATES_KNOW))
-    return "no turn of the assistant" + (f" among {other}: name its word by --columns assistant=WORD" if other else "")
+    none = "no turn of the assistant" + (f" among {other}: name its word by --columns assistant=WORD" if other else "")
+    return "no token of it is marked as the assistant's" if row.trained else none

@@ -354,8 +354,9 @@ class SampleStream:
         return made
 
     def _check(self, maker: SampleMaker) -> None:
-        how = maker.settings
-        maker.report.refuse_rows(how.skip_bad_rows, how.too_long, maker.seq_len, how.max_positions)
+        maker.report.refuse_rows(
+            maker.settings.skip_bad_rows, maker.settings.too_long, maker.seq_len, maker.settings.max_positions
+        )
         self.check(maker.report)
 
 

@@ -69,8 +69,11 @@ class PretendedCard(TorchFunctionMode):
         if not named and not (args and any(isinstance(value, str) for value in args)):
             return func(*args, **kwargs)
         is_elsewhere = any(map(_is_elsewhere, (*named, *args)))  # before they are replaced
-        names = [str(each) for each in (*named, *args) if isinstance(each, (torch.device, str))]
-        if any(name.startswith("cuda:") and name != "cuda:0" for name in names):
+        if any(
+            is_card(each) and str(each) not in ("cuda", "cuda:0", str(DEFAULT))
+            for each in (*named, *args)
+            if isinstance(each, (torch.device, str))
+        ):
             self.tracker.note(OTHER_CARDS)
         # numbers that are given by position are no devices
         args = tuple(META if isinstance(each, (torch.device, str)) and is_card(each) else each for each in args)

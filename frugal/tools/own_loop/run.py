@@ -19,7 +19,6 @@ so the batch before lives until the next is made, and nothing holds the result o
 import functools
 import gc
 import inspect
-import os
 import re
 import runpy
 import traceback
@@ -29,7 +28,6 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import torch._dynamo  # imported by the first operator that needs it, it would keep the frames of the script
@@ -147,7 +145,6 @@ def dry_runs(
                 pinning=tracker.host.pinning,
                 empty_cache=tracker.empty_cache,
             ),
-            patch.dict(os.environ),
             kernels_of("cuda", tracker.capability, build.get("torch_version")),
             transformers_internals.as_imported(),
             not_collected(),
@@ -155,8 +152,6 @@ def dry_runs(
             register_optimizer_step_pre_hook(ending(ends_after)),
             pretended_card(tracker, device, capability),
         ):
-            if world_size == 1:  # as `python SCRIPT.py`: by RANK scripts tell that torchrun has started them
-                os.environ.pop("RANK")
             script = load()
             _follow(tracker, script.prepare())
             script.run(num_steps, before_each=begin, batching=tracker.on_host)
@@ -243,7 +238,7 @@ class Script:
         Raises:
             RequestError: it cannot be imported.
         """
-        path = Path(reference[: reference.index(".py") + 3]).expanduser()
+        path = Path(reference.rpartition(":")[0] or reference).expanduser()
         running = functools.partial(factories.importable, str(path))
         if reference.endswith(".py"):
             return cls(path.name, functools.partial(runpy.run_path, str(path), run_name="__main__"), {}, running)
