@@ -13,8 +13,10 @@ the user should know, is logged with `logger`.
 """
 
 import logging
+import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import ClassVar
 
 INTERRUPTED = 130
@@ -114,12 +116,26 @@ def failure(
     except FrugalError:
         raise
     except types as error:
-        because = first_line(error)
+        because = [first_line(error), *places(error)[-1:]]
         if of:  # what failed is known: the error's type says no more
-            because = getattr(error, "strerror", None) or because.removeprefix(f"{type(error).__name__}: ")
-        missing = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
-        hint = f"install it into this Python: pip install {missing}" if missing and missing not in what else hint
-        raise raises(what, because=because, hint=hint) from None
+            because = [getattr(error, "strerror", None) or because[0].removeprefix(f"{type(error).__name__}: ")]
+        raise raises(what, because=because, hint=how_to_install(error, what) or hint) from None
+
+
+def how_to_install(error: BaseException, what: str = "") -> str | None:
+    """Return how to install what an error misses, unless `what` names it; None where nothing is missing."""
+    missing = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
+    return f"install it into this Python: pip install {missing}" if missing and missing not in what else None
+
+
+def places(error: BaseException) -> list[str]:
+    """Return the lines of a user's own files through which an error came, as `net.py, line 3, runs `x = y``."""
+    libraries = (str(Path(__file__).parent), str(Path(traceback.__file__).parent), "<")
+    return [
+        f"{Path(each.filename).name}, line {each.lineno}, runs `{each.line}`"
+        for each in traceback.extract_tb(error.__traceback__)
+        if not each.filename.startswith(libraries) and "-packages/" not in each.filename
+    ]
 
 
 def first_line(error: BaseException) -> str:

@@ -1,8 +1,10 @@
 """Imports of large libraries without what takes longest in them, and a search, which makes no garbage either."""
 
 import gc
+import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
 from typing import Any
 
 _THRESHOLDS = (100_000, 50, 1000)
@@ -22,6 +24,12 @@ def collected_seldom() -> Iterator[None]:
         yield
     finally:
         gc.set_threshold(*before)
+
+
+def python_words() -> list[str]:
+    """Return the words that start Python on a module with the path of this process: where this folder does not lead it,
+    as of the command `frugal`, files in it, such as a random.py, do not stand for libraries' (`-P`)."""
+    return [sys.executable] if Path(sys.path[0]).resolve() == Path.cwd() else [sys.executable, "-P"]
 
 
 def uncompiled() -> AbstractContextManager[Any]:

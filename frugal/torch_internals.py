@@ -135,8 +135,7 @@ class LazyTensor(Tensor):
         """Run `func` on the plain tensor, unless it asks for no values."""
         if getattr(func, "__name__", "") in _WITHOUT_VALUES:
             return Tensor.__torch_function__(func, (), args, kwargs)
-        args, kwargs = tree_map(_plain, (args, kwargs or {}))
-        return func(*args, **kwargs)
+        return cls.__torch_dispatch__(func, types, args, kwargs)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]

@@ -100,7 +100,10 @@ def load(engine: Trained, folder: Path, *, only: str | None = None) -> Loaded:
         damage = [each for each in gather(_damage(engine, path), tuple[str, bool] | None, engine.votes) if each]
         if not damage:
             if engine.rank == 0 and out_of_reach:
-                _give_away(folder, out_of_reach)
+                try:  # they may be good: this run may not remove what cannot be read for the moment
+                    files.record_written(folder, files.written(folder) - set(out_of_reach))
+                except OSError as error:
+                    logger.warning("cannot note that %s is to be kept: %s", ", ".join(out_of_reach), error.strerror)
             return _restore(engine, path, tuple(refused))
         refused.append(damage[0][0])
         if engine.rank == 0:
@@ -172,14 +175,6 @@ def _foreign(path: Path, made_by: Manifest, rank: int, world_size: int) -> str |
             if names:
                 return f"{path / name} holds {', '.join(names)}, which frugal does not save and could run any code"
     return None
-
-
-def _give_away(folder: Path, names: list[str]) -> None:
-    """Take checkpoints that cannot be read for the moment from what this run may remove: they may be good."""
-    try:
-        files.record_written(folder, files.written(folder) - set(names))
-    except OSError as error:
-        logger.warning("cannot note that %s is to be kept: %s", ", ".join(names), error.strerror)
 
 
 def origin(engine: Trained, step: int, listed: dict[str, File]) -> Manifest:

@@ -133,19 +133,17 @@ def _beyond_sense(progress: Progress) -> str | None:
     for name, limits in (
         ("limits", learnt.limits), ("evaluation", learnt.evaluation), *(("larger", each) for each in learnt.larger)
     ):  # fmt: skip
-        if limits is not None and not _is_within(limits, learnt.planned):
+        if limits is not None and not (  # they may have come from the planned ones by halving
+            (limits.seq_len, limits.overhead) == (learnt.planned.seq_len, learnt.planned.overhead)
+            and limits.shortest in (learnt.planned.shortest, learnt.planned.seq_len)
+            and len(limits.max_samples) == len(learnt.planned.max_samples)
+            and all(
+                1 <= each <= max(cap, 1)
+                for each, cap in zip(limits.max_samples, learnt.planned.max_samples, strict=True)
+            )
+        ):
             return f"learnt.{name} is not within learnt.planned"
     return None
-
-
-def _is_within(limits: MicroBatchLimits, planned: MicroBatchLimits) -> bool:
-    """Return whether the limits may have come from the planned ones by halving."""
-    return (
-        (limits.seq_len, limits.overhead) == (planned.seq_len, planned.overhead)
-        and limits.shortest in (planned.shortest, planned.seq_len)
-        and len(limits.max_samples) == len(planned.max_samples)
-        and all(1 <= each <= max(cap, 1) for each, cap in zip(limits.max_samples, planned.max_samples, strict=True))
-    )
 
 
 def _numbers(value: Any, name: str = "") -> Iterator[tuple[str, int | float]]:

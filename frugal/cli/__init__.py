@@ -59,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     rank_logs.guard_console()
     code = run(arguments)
     sys.stdout.flush()
-    error = rank_logs.lost_console().get("standard output")
+    error = rank_logs.lost_console.get("standard output")
     is_training = "train" in (sys.argv[1:] if arguments is None else arguments)[:1]  # its output is in files, too
     if error is not None and error.errno != errno.EPIPE and not is_training:
         click.echo(f"error: cannot write to standard output\n  because {error.strerror}", err=True)

@@ -102,6 +102,12 @@ def command(
     is_step = names_a_step(what)
     refuse(
         (
+            what.endswith(".ipynb"),
+            f"{what} is a notebook",
+            "a script is dry-run, as Python runs it",
+            f"write it as one: jupyter nbconvert --to script {what}",
+        ),
+        (
             num_steps is not None and not is_step,
             f"--steps is for a training step of yours, and {what} is none",
             "",
@@ -121,7 +127,7 @@ def command(
         ),
     )
     if is_step:
-        with patch.object(sys, "argv", [what[: what.index(".py") + 3], *words]):
+        with patch.object(sys, "argv", [what.rpartition(":")[0] or what, *words]):
             made = _own_step(what, num_steps, torch_version, values)
     else:
         with waiting(f"dry-running {what}"):

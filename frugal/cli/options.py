@@ -5,6 +5,7 @@
 """
 
 import os
+import re
 import tempfile
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import nullcontext
@@ -17,7 +18,7 @@ import click
 from frugal.cli.terminal import PATIENCE, waiting
 from frugal.config.hardware import calibration as calibrations
 from frugal.config.hardware.calibration import Calibration
-from frugal.config.hardware.cluster import GENERIC, Card, Cluster, of_driver, recognise_card
+from frugal.config.hardware.cluster import GENERIC, Card, Cluster, of_driver, recognise_card, similar_cards
 from frugal.config.hardware.local_host import has_cuda_driver, held_on_gpus
 from frugal.config.other_names import answer
 from frugal.config.request import Request
@@ -48,7 +49,14 @@ class Count(click.types.IntParamType):
         try:
             return parse_count(value, self.thousand) if isinstance(value, str) else value
         except RequestError as error:
-            self.fail(f"{error.what}; {error.hint}", param, ctx)
+            cards = " or ".join(similar_cards(re.sub(r"^\d+ ?[x*] ?", "", value)))
+            self.fail(
+                f"`{value}` is a card, and no number of them; write --gpu {cards}, and --gpus N"
+                if cards
+                else f"{error.what}; {error.hint}",
+                param,
+                ctx,
+            )
 
 
 def _option(row: SettingRow) -> click.Option:

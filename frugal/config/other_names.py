@@ -90,6 +90,13 @@ OTHER_NAMES = {
         "`frugal plan -o DIR` writes DIR/ds_config.json; --zero-stage and --offload pin parts of it",
         "frugal writes DeepSpeed's JSON itself, from a plan that was checked against the memory there is",
     ),
+    "offload_optimizer": OtherName(
+        _DEEPSPEED,
+        "--offload {}",
+        of_value=lambda device: "optimizer" if device == "cpu" else device,
+        stand_in="optimizer",
+    ),
+    "offload_param": OtherName(_DEEPSPEED, "--offload all", "frugal offloads parameters with the optimizer's states"),
     "bf16": OtherName(_HF, "--precision bf16"),
     "bf16_optimizer_states": OtherName(_DEEPSPEED, "--optimizer adamw,states=bf16"),
     "bf16_master_weights_and_grads": OtherName(_DEEPSPEED, "--optimizer adamw,states=bf16"),

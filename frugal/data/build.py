@@ -53,6 +53,7 @@ class SampleSettings:
         too_long: what becomes of chats, completions, pairs and classes that are too long, which cannot be cut.
         format: of language models' rows whose columns fit several (`chat.formats`); None leaves it to the columns.
         train_on: every token of chats and completions, or the answers alone.
+        max_positions: the most tokens that the model reads; None: any number.
     """
 
     task: str
@@ -64,6 +65,7 @@ class SampleSettings:
     too_long: TooLong = "error"
     format: Format | None = None
     train_on: TrainOn = "completions"
+    max_positions: int | None = None
 
 
 @dataclass
@@ -131,6 +133,11 @@ class SampleMaker:
         with_words = (column for column, value in first.items() if isinstance(value, str) and _WORD.search(value))
         words = sorted(with_words, key=lambda column: len(first[column]), reverse=True)
         text = f"; there is text in {', '.join(words[:_SHOWN])}" if words else ""
+        text += "".join(
+            f"; if {name} is a chat: --columns messages={name},role=NAME,content=NAME"
+            for name, each in first.items()
+            if isinstance(each, list) and each and isinstance(each[0], dict)
+        )
         because = f"its columns are {', '.join(others)}" if others else "it has no columns"
         roles = ",".join(f"{role}=NAME" for role, column in needed.items() if column not in row_columns)
         refuse(*(
@@ -144,7 +151,7 @@ class SampleMaker:
             fields = row if isinstance(row, BadRow) else self._fields(flat(row))
             if isinstance(fields, BadRow):
                 self.report.add_bad(f"{where}: {fields.reason}")
-            elif "" in fields:
+            elif any(isinstance(each, str) and not each.strip() for each in fields):
                 self.report.empty_rows += 1
             else:
                 yield where, fields
@@ -296,6 +303,7 @@ class SampleMaker:
             self.report.add_masked(f"{where}: its first target comes after the {self.seq_len} of --seq-len")
             return []
         self._count(kind, int(trained[1:].sum()))
+        self.report.empty_answers += formats.answers_nothing(row)
         return [{"input_ids": ids, "trained": trained, "length": len(ids)}]
 
     def _count(self, kind: Format, num_targets: int) -> None:
@@ -368,7 +376,7 @@ def write_samples(
     if maker.task == "sequence-classification" and not report.label_names:
         report.label_names = list(next((source.label_names for source in sources if source.label_names), ()))
         report.num_labels = max(report.num_labels, len(report.label_names))
-    report.refuse_rows(settings.skip_bad_rows, settings.too_long, maker.seq_len)
+    report.refuse_rows(settings.skip_bad_rows, settings.too_long, maker.seq_len, settings.max_positions)
     left_out = " and ".join(report.left_out(settings.too_long)) or "no rows"
     refuse(
         (report.samples == 0, "there is no text in the data",

@@ -66,8 +66,8 @@ _locks: dict[Path, IO[bytes]] = {}  # of what this process has opened, which nob
 
 _OTHER_FOLDER = "set XDG_CACHE_HOME to a folder on another disk"
 
-_SAMPLES = 2  # how samples are made; another number is other samples, on which no run is resumed
-_STREAMS = 1  # the order of a stream; likewise
+_SAMPLES = 3  # how samples are made; another number is other samples, on which no run is resumed
+_STREAMS = 2  # the order of a stream; likewise
 _FORMAT = 6  # of the files in the cache; another number is another cache
 
 
@@ -153,7 +153,7 @@ def load_corpus(
         report = cache.read_or_build(folder, write)
     files.touch(folder)
     files.prune(folder.parent, CACHE_BYTES)
-    report.refuse_rows(settings.skip_bad_rows, settings.too_long, settings.seq_len)
+    report.refuse_rows(settings.skip_bad_rows, settings.too_long, settings.seq_len, settings.max_positions)
     provenance = Provenance.of(
         {source.name: source.fingerprint for source in origins}, options | in_words, key,
         documents=report.documents, samples=report.samples, tokens=report.tokens,
@@ -279,7 +279,7 @@ def sample_settings(spec: ModelSpec, request: Request, settings: RunSettings) ->
     return SampleSettings(
         task=spec.task, seq_len=request.seq_len, pack=bool(request.pack), columns=Columns.of(settings.named_columns()),
         limit=settings.limit, skip_bad_rows=settings.skip_bad_rows, too_long=settings.too_long,
-        format=settings.format, train_on=settings.train_on,
+        format=settings.format, train_on=settings.train_on, max_positions=spec.max_positions,
     )  # fmt: skip
 
 

@@ -91,7 +91,10 @@ class Mixture(Sequence[Sample]):
         """Return the index of the sample that is drawn as number `draws[i]` of the endless order; shape `(draws,)`."""
         blocks, places = np.divmod(draws, sum(self.counts))
         known, row = np.unique(blocks, return_inverse=True)
-        slots = np.argsort(_keys(known, sum(self.counts), seed), axis=1, kind="stable")
+        state = mixed(known.astype(np.uint64) + np.uint64(mixed(seed & (1 << 64) - 1)))
+        # a number for each place of each block, by which its places are ordered; shape `(blocks, places)`
+        keys = mixed(state[:, None] + np.arange(sum(self.counts), dtype=np.uint64)[None, :])
+        slots = np.argsort(keys, axis=1, kind="stable")
         part_at = np.searchsorted(np.cumsum(self.counts), slots, side="right")  # of each place in each block
         indices = np.empty(len(draws), dtype=np.int64)
         for part, count in enumerate(self.counts):
@@ -123,13 +126,6 @@ def _counts(weights: Sequence[Fraction]) -> tuple[int, ...]:
     for part in left[: max(0, size - sum(counts))]:
         counts[part] += 1
     return tuple(counts)
-
-
-def _keys(blocks: NDArray[np.int64], size: int, seed: int) -> NDArray[np.uint64]:
-    """Return a number for each place of each block, by which its places are ordered; shape `(blocks, size)`."""
-    state = mixed(blocks.astype(np.uint64) + np.uint64(mixed(seed & (1 << 64) - 1)))
-    keys: NDArray[np.uint64] = mixed(state[:, None] + np.arange(size, dtype=np.uint64)[None, :])
-    return keys
 
 
 def epoch_indices(samples: Any) -> NDArray[np.int64] | slice:

@@ -42,6 +42,7 @@ class BuildReport:
         targets: of language models, tokens that are trained on.
         masked_rows: left out because no token of them is trained on; `first_masked` as `first_bad`.
         merged_rows: prompts whose last token reaches into the completion, which begins with that token.
+        empty_answers: rows with an answer without text, of which only the end is trained on.
         running: names of files that are running text because nothing else is known of them, up to ten.
         template: how the assistant's tokens were found in chats, in words.
     """
@@ -63,6 +64,7 @@ class BuildReport:
     masked_rows: int = 0
     first_masked: list[str] = field(default_factory=list)
     merged_rows: int = 0
+    empty_answers: int = 0
     running: list[str] = field(default_factory=list)
     template: str = ""
 
@@ -105,10 +107,13 @@ class BuildReport:
                 f"; in {plural(self.merged_rows, 'row')} the prompt's last token reaches into the completion and is "
                 "trained on; prompts that end without a space avoid it"
             )
+        if self.empty_answers:
+            words += f"; an answer of {plural(self.empty_answers, 'row')} is empty, and only its end is trained on"
         return words
 
-    def refuse_rows(self, skip_bad_rows: bool, too_long: TooLong, seq_len: int) -> None:
-        """Refuse rows that are not to be left out, or of more than `seq_len` tokens and not to be cut.
+    def refuse_rows(self, skip_bad_rows: bool, too_long: TooLong, seq_len: int, most: int | None) -> None:
+        """Refuse rows that are not to be left out, or of more than `seq_len` tokens and not to be cut. The model reads
+        at `most` so many; None: any number.
 
         Raises:
             RequestError: there are some.
@@ -134,7 +139,9 @@ class BuildReport:
                 f"{plural(self.too_long_rows, 'sample')} {'is' if self.too_long_rows == 1 else 'are'} longer than "
                 "--seq-len",
                 f"the longest, {where}, has {tokens} tokens with special ones, --seq-len is {seq_len}",
-                f"use --seq-len {tokens}, or --too-long truncate, or --too-long skip",
+                f"use --seq-len {tokens}, or --too-long truncate, or --too-long skip"
+                if most is None or tokens <= most
+                else f"use --too-long truncate, or --too-long skip: the model has {most} positions",
             ),
         )
 

@@ -268,13 +268,22 @@ def read(file: DataFile, columns: Columns, begin: int = 0, end: int | None = Non
     return _read_jsonl(file, begin, end) if file.kind == "jsonl" else _read_text(file, columns.text, begin, end)
 
 
+_OTHER = "not UTF-8 text; iconv -f ENCODING -t UTF-8 converts it"
 _UTF_16 = "not UTF-8 text but UTF-16; iconv -f UTF-16 -t UTF-8 converts it"
 _SIGNATURES = {
     (0, codecs.BOM_UTF16_LE): _UTF_16,
     (0, codecs.BOM_UTF16_BE): _UTF_16,
     (0, b"\x1f\x8b"): "not UTF-8 text but compressed by gzip; give it a name that ends in .gz",
     (0, b"\x28\xb5\x2f\xfd"): "not UTF-8 text but compressed by zstd; give it a name that ends in .zst",
-    (0, b"PK\x03\x04"): "not UTF-8 text but a zip file; give it a name that ends in .zip, or unzip it",
+    (0, b"BZh91AY&SY"): "not UTF-8 text but compressed by bzip2; give it a name that ends in .bz2",
+    (0, b"\xfd7zXZ\0"): "not UTF-8 text but compressed by xz; give it a name that ends in .xz",
+    (0, b"7z\xbc\xaf\x27\x1c"): "not UTF-8 text but a 7z archive; unpack it with 7z x",
+    (0, b"PK\x03\x04"): "not UTF-8 text but a zip file, as .xlsx and .docx are; unzip it, or save it as .csv or .txt",
+    (0, b"PAR1\x15"): "not UTF-8 text but parquet; give it a name that ends in .parquet",
+    (0, b"ARROW1\0"): "not UTF-8 text but an Arrow file; write it as parquet: pyarrow.feather.read_table, "
+    "pyarrow.parquet.write_table",
+    (0, b"\x93NUMPY"): "not UTF-8 text but a numpy array; write tokens as rows of `input_ids`",
+    (0, b"%PDF-"): "not UTF-8 text but a PDF; pdftotext makes text of it",
     (257, b"ustar"): "not UTF-8 text but a tar archive; unpack it with tar -xf",
 }
 """Bytes that only files of another kind begin with, by their place."""
@@ -327,7 +336,10 @@ def _read_text(file: DataFile, column: str, begin: int, end: int | None) -> Iter
             text = document.decode("utf-8", errors="replace" if file.kind == "source" else "strict")
             yield f"{name}:{line}", {column: text.removeprefix("\ufeff")}
         except UnicodeDecodeError as error:
-            yield f"{name}:{line + document[: error.start].count(10)}", BadRow("not UTF-8 text")
+            yield (
+                f"{name}:{line + document[: error.start].count(10)}",
+                BadRow(_OTHER),
+            )
 
 
 def _read_jsonl(file: DataFile, begin: int, end: int | None) -> Iterator[Row]:
@@ -384,7 +396,8 @@ def _object(text: bytes) -> dict[str, Any] | BadRow:
     try:
         row = msgspec.json.decode(text)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        return BadRow(str(error))
+        lines = "; an object takes one line: `jq -c .` writes it so" if text == b"{" else ""
+        return BadRow(f"{error}{'; NaN is no JSON, null is' if b'NaN' in text else lines}")
     return row if isinstance(row, dict) else BadRow(f"{type_in_words(row)}, not an object")
 
 

@@ -22,7 +22,7 @@ LOST = "FRUGAL_CONSOLE_LOST"
 
 _file: TextIO | None = None
 _console: int | None = None  # a copy of stderr from before it was redirected to the file
-_lost: dict[str, OSError] = {}
+lost_console: dict[str, OSError] = {}
 _losing = threading.Lock()
 
 
@@ -42,11 +42,6 @@ def guard_console() -> None:
     for name, in_words in (("stdout", "standard output"), ("stderr", "standard error")):
         if not isinstance(getattr(sys, name), _Guarded):
             setattr(sys, name, _Guarded(getattr(sys, name), in_words))
-
-
-def lost_console() -> dict[str, OSError]:
-    """Return the standard streams that could not be written to, in words, and the errors."""
-    return _lost
 
 
 def redirect(folder: Path, rank: int) -> None:
@@ -123,8 +118,8 @@ class _Guarded:
         except OSError as error:
             with _losing, Path(os.devnull).open("wb") as nowhere:
                 os.dup2(nowhere.fileno(), self._stream.fileno())
-                if self._in_words not in _lost:
-                    _lost[self._in_words] = error
+                if self._in_words not in lost_console:
+                    lost_console[self._in_words] = error
                     said = (
                         f"{self._in_words} is gone ({error.strerror}): the run continues, and its output there is lost"
                     )

@@ -7,7 +7,6 @@ import os
 import queue
 import socket
 import subprocess
-import sys
 import tempfile
 import threading
 import weakref
@@ -20,6 +19,7 @@ from signal import SIGKILL
 from typing import IO, TYPE_CHECKING, Any
 
 from frugal.errors import FrugalError, refuse
+from frugal.imports import python_words
 
 if TYPE_CHECKING:
     from frugal.dryrun.messages import Question
@@ -227,7 +227,7 @@ def _last_words(code: int, stderr: IO[bytes]) -> str:
 def started(environment: dict[str, str], control: int, stderr: IO[bytes]) -> "subprocess.Popen[bytes]":
     """Start the process that forks workers."""
     return subprocess.Popen(
-        [sys.executable, "-m", "frugal.dryrun.worker"], stdin=control, stdout=stderr, stderr=stderr, env=environment
+        [*python_words(), "-m", "frugal.dryrun.worker"], stdin=control, stdout=stderr, stderr=stderr, env=environment
     )
 
 

@@ -7,6 +7,7 @@ Started by `frugal train`, by DeepSpeed's launcher, torchrun, OpenMPI, MPICH or 
     mpirun -x MASTER_ADDR -n 2 python -m frugal.engine.run --plan run/plan.json --data corpus.jsonl --steps 100
 """
 
+import sys
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -55,6 +56,7 @@ def _run(plan: Plan, settings: RunSettings) -> None:
     try:
         with collected_seldom():
             from frugal.engine import training
+        sys.path.append("")  # a user's own files are found, behind libraries
         training.train(plan, settings, device)
         dist.barrier()
         first_failure.report_done()

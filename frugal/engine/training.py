@@ -134,7 +134,7 @@ def train(plan: Plan, settings: RunSettings, device: torch.device) -> None:
         start, changes = _start(engine, settings, data.provenance, curve, total_steps)
         if rank == 0:
             run_folder.record(plan, settings)
-        size = plan.batch.largest_micro_batch, plan.batch.part_of(plan.request.seq_len)
+        size = plan.batch.largest_micro_batch, -(-plan.request.seq_len // plan.batch.sequence_parallel)
         asked = trackers.hyperparameters(plan, settings.of_run)
         with (
             mirror.beside(settings.mirror if rank == 0 else None, settings.out, settings.grace) as copy,

@@ -109,6 +109,8 @@ def collect(folder: Path, token: Path | None, *, cuda: bool, probe: bool = False
         import torch  # takes seconds: only where a plan is for GPUs
 
         cuda_devices = torch.cuda.device_count()
+    said = local_host.asked_of_driver("name,memory.total,memory.free")
+    of_driver = re.findall(r"^(.+), (\d+), (\d+)$", said, re.MULTILINE)
     return HostReport(
         host=socket.gethostname(),
         address=connection[2] if len(connection) == 4 else "",
@@ -119,7 +121,8 @@ def collect(folder: Path, token: Path | None, *, cuda: bool, probe: bool = False
         memory_bytes=psutil.virtual_memory().total,
         free_memory_bytes=local_host.available_bytes(),
         free_disk_bytes=shutil.disk_usage(folder).free,
-        gpus=_gpus() or (_gpus_of_torch() if cuda else []),
+        gpus=[Gpu(name, int(total) * MIB, int(free) * MIB) for name, total, free in of_driver]
+        or (_gpus_of_torch() if cuda else []),
         driver=local_host.cuda_driver(),
         cuda_devices=cuda_devices,
         working_gpus=[int(name) for name in working_gpus([*map(str, range(cuda_devices or 0))])] if probe else None,
@@ -127,13 +130,6 @@ def collect(folder: Path, token: Path | None, *, cuda: bool, probe: bool = False
         token=content,
         free_port=free_port(),
     )
-
-
-def _gpus() -> list[Gpu]:
-    lines = re.findall(
-        r"^(.+), (\d+), (\d+)$", local_host.asked_of_driver("name,memory.total,memory.free"), re.MULTILINE
-    )
-    return [Gpu(name, int(total) * MIB, int(free) * MIB) for name, total, free in lines]
 
 
 def _gpus_of_torch() -> list[Gpu]:

@@ -25,6 +25,7 @@ import msgspec
 from frugal.distributed import first_failure, parent, stop
 from frugal.distributed.process_group import hold_port
 from frugal.errors import RequestError
+from frugal.imports import python_words
 
 POLL_SECONDS = 0.1
 
@@ -86,7 +87,7 @@ def run(launch: Launch, *, to_stderr: bool = False, control: io.FileIO | None = 
             launch = msgspec.structs.replace(launch, port=held.getsockname()[1])
         ranks = stack.enter_context(Processes())
         for place in launch.environments():
-            command = [sys.executable, "-u", "-m", launch.module, f"--local_rank={place['LOCAL_RANK']}"]
+            command = [*python_words(), "-u", "-m", launch.module, f"--local_rank={place['LOCAL_RANK']}"]
             ranks.start([*command, *launch.arguments], {**launch.environment, **place}, stdout=2 if to_stderr else None)
         if control is not None:
             threading.Thread(target=ranks.obey, args=(control,), name="frugal node", daemon=True).start()

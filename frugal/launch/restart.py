@@ -93,7 +93,9 @@ def supervise(
 def judge(code: int, report: FailureReport | None, out: Path) -> RunEnd:
     """Return how the run in `out` ended, from its exit code and the report of the rank that failed first."""
     saved = newest_checkpoint(out / CHECKPOINTS)
-    number, is_final = _signal_of(code), code == 0
+    # of the signal, if one ended it, as Python says it, or the shell, or `sys.exit(-n)`
+    signals = [-code] if code < 0 else [each for each in (256 - code, code - 128) if each in _ENDS_A_RANK]
+    number, is_final = next(iter(signals), None), code == 0
     if report is not None and (report.code in FINAL_CODES or report.code > 128):  # a signal to stop, or a second one
         code, why = report.code, _why(report)
         is_final = not report.text.startswith("error: port ")  # the next start chooses another
@@ -123,11 +125,3 @@ def _why(report: FailureReport) -> str:
 _ENDS_A_RANK = {signal.SIGKILL, signal.SIGTERM, signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS} | set(
     range(signal.SIGRTMIN, signal.SIGRTMAX + 1)
 )
-
-
-def _signal_of(code: int) -> int | None:
-    """Return the number of the signal that ended a process with this exit code, as Python, the shell or `sys.exit(-n)`
-    say it; None where none did."""
-    if code < 0:
-        return -code
-    return next((number for number in (256 - code, code - 128) if number in _ENDS_A_RANK), None)

@@ -13,7 +13,7 @@ import pickle
 import socket
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -39,7 +39,7 @@ PICKLED = ".cloudpickle"
 def import_callable(reference: str, hint: str = "name it as package.module:name or path/to/file.py:name") -> Factory:
     """Return the callable behind `package.module:name` or `path/to/file.py:name`; `hint`: if it cannot be imported."""
     where, _, name = reference.rpartition(":")
-    with failure(f"cannot import {where}", hint=hint), _importable(Path.cwd()):
+    with failure(f"cannot import {where}", hint=hint), importable(where):
         if where.endswith(PICKLED):
             with Path(where).open("rb") as file:
                 if os.fstat(file.fileno()).st_uid != os.geteuid():
@@ -57,7 +57,14 @@ def import_callable(reference: str, hint: str = "name it as package.module:name 
             because=f"it has {', '.join(public) or 'no function or class'}",
             hint=f"did you mean {where}:{(similar or public)[0]}?" if public else f"define `{name}` in it",
         ) from None
-    refuse((not callable(factory), f"{reference} cannot be called", f"its type is {type(factory).__name__}", None))
+    refuse(
+        (
+            not callable(factory) or isinstance(factory, nn.Module),
+            f"{reference} cannot be called",
+            f"its type is {type(factory).__name__}",
+            f"name a function in {where} that returns it",
+        )
+    )
     return factory
 
 
@@ -68,19 +75,21 @@ def _import_file(path: Path) -> Any:
     assert spec is not None and spec.loader is not None, path
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses and pickle look it up there
-    with _importable(path.parent):
-        spec.loader.exec_module(module)
+    spec.loader.exec_module(module)
     return module
 
 
 @contextmanager
-def _importable(folder: Path) -> Iterator[None]:
-    """Allow imports from `folder`, as with `python -m`."""
-    sys.path.insert(0, str(folder))
+def importable(where: str) -> Iterator[None]:
+    """Allow imports from the folder of a file, as in `python FILE`, and from this one, as in `python -m MODULE`."""
+    folders = [str(Path(where).expanduser().resolve().parent), str(Path.cwd())]
+    sys.path[:0] = folders
     try:
         yield
     finally:
-        sys.path.remove(str(folder))
+        for folder in folders:
+            with suppress(ValueError):  # the file has taken it out
+                sys.path.remove(folder)
 
 
 def make_model(reference: str, factory: Factory, device: torch.device) -> tuple[nn.Module, Objective | None]:
@@ -90,7 +99,7 @@ def make_model(reference: str, factory: Factory, device: torch.device) -> tuple[
         "weights or values"
     )
     failing = failure(f"{reference} failed", hint=hint if device.type == "meta" else None)
-    with failing, on_device(device), _importable(Path.cwd()):
+    with failing, on_device(device), importable(reference.rpartition(":")[0]):
         if needed := required(factory):
             raise RequestError(
                 f"{reference} takes {', '.join(needed)}",

@@ -4,6 +4,7 @@ A reference is, in this order: a preset (presets.toml), a transformers model typ
 factory `package.module:name` or `path/to/file.py:name`, the path of a config.json or of a model folder, a hub name.
 """
 
+import ast
 import difflib
 import functools
 import json
@@ -64,7 +65,7 @@ def resolve(reference: str, task: str | None = None, *, num_labels: int | None =
         return _from_path(reference, path, task, num_labels)
     refuse(
         (
-            reference.startswith((".", "/", "~")) or reference.endswith(".json") or reference.count("/") > 1,
+            reference.startswith((".", "/", "~")) or path.suffix in (".json", ".py") or reference.count("/") > 1,
             f"there is no model at {reference}",
             "",
             "give a config.json, a model folder, or a preset such as gpt2",
@@ -198,6 +199,15 @@ def _from_path(reference: str, path: Path, task: str | None, num_labels: int | N
     file = path / "config.json" if path.is_dir() else path
     with failure(f"{reference} is no model folder, {file} cannot be read", OSError):
         text = file.read_bytes()
+    if file.suffix == ".py":
+        with failure(f"{reference} cannot be read as Python", SyntaxError, ValueError):
+            tree = ast.parse(text)  # not run
+        made = [each.name for kind in (ast.FunctionDef, ast.ClassDef) for each in tree.body if isinstance(each, kind)]
+        raise RequestError(
+            f"{reference} does not say which function makes the model",
+            because=f"it defines {', '.join(made) or 'no function or class'}",
+            hint=f"name the one that returns a module: --model {reference}:{next(iter(made), 'FUNCTION')}",
+        )
     with failure(f"{file} is no JSON", ValueError, RecursionError, hint="give a config.json, or FILE.py:FUNCTION"):
         # transformers writes infinity as `{"__float__": "Infinity"}`
         raw = json.loads(text, object_hook=lambda each: float(each["__float__"]) if [*each] == ["__float__"] else each)

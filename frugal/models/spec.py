@@ -261,8 +261,12 @@ class ModelSpec:
         raise AssertionError(self.task)
 
     def has_own_loss(self) -> bool:
-        """Return whether the model's own loss is trained, not the cross entropy of its logits."""
-        return self.task in ("causal-lm", "seq2seq") and self.config is not None and own_loss.is_needed(self.config)
+        """Return whether the model's own loss is trained, as it is more than the cross entropy of its logits."""
+        return (
+            self.task in ("causal-lm", "seq2seq")
+            and self.config is not None
+            and (self.config.model_type == "prophetnet" or own_loss.depends_on_split(self.config) is not None)
+        )
 
     def _decoder_inputs(self, **special_ids: int) -> Callable[[Tensor], Tensor] | None:
         """Return a function from labels to decoder inputs, as the model's class makes them; None: it has no own way.

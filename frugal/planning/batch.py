@@ -30,12 +30,6 @@ def _groups(caps: tuple[int, ...]) -> Mapping[int, int]:
     return dict(sorted(Counter(caps).items()))  # not a mappingproxy: plans are pickled
 
 
-def _range_in_words(sizes: Sequence[int]) -> str:
-    if len(sizes) <= 2:
-        return " or ".join([*map(str, sizes[:-1]), plural(sizes[-1], "sample")])
-    return f"{sizes[0]} to {sizes[-1]} samples"
-
-
 @dataclass(frozen=True, kw_only=True)
 class BatchPlan:
     """A global batch and its micro-batches. For a token target these are micro-batches of full-length samples.
@@ -174,12 +168,16 @@ class BatchPlan:
         """Return a micro-batch's size: `7 or 8 samples`, or per group of ranks where their micro-batches differ."""
         texts = []
         for group, num_ranks in enumerate(self.groups.values()):
-            sizes = {
-                size
-                for steps in self.micro_steps
-                for size in (steps.samples[group] // num_ranks, -(-steps.samples[group] // num_ranks))
-            }
-            texts.append((_range_in_words(sorted(sizes)), f"on {plural(num_ranks, 'rank')}"))
+            sizes = sorted(
+                {
+                    size
+                    for steps in self.micro_steps
+                    for size in (steps.samples[group] // num_ranks, -(-steps.samples[group] // num_ranks))
+                }
+            )
+            few = " or ".join([*map(str, sizes[:-1]), plural(sizes[-1], "sample")])
+            words = few if len(sizes) <= 2 else f"{sizes[0]} to {sizes[-1]} samples"
+            texts.append((words, f"on {plural(num_ranks, 'rank')}"))
         return texts[0][0] if len(texts) == 1 else ", ".join(map(" ".join, texts))
 
     @property
@@ -210,10 +208,6 @@ class BatchPlan:
     def cap_of_rank(self) -> tuple[int, ...]:
         """`micro_batch`, one a rank also where ranks share samples."""
         return tuple(cap for cap in self.micro_batch for _ in range(self.sequence_parallel))
-
-    def part_of(self, tokens: int) -> int:
-        """Return how many of a sample's tokens one rank has: all, where no samples are shared."""
-        return -(-tokens // self.sequence_parallel)
 
     def group_of(self, rank: int) -> int:
         """Return the index of the rank's micro-batches in `micro_batch` and `sizes`."""
@@ -255,7 +249,9 @@ class BatchPlan:
             for steps in self.micro_steps:
                 per_rank, remainder = divmod(steps.samples[group], num_ranks)
                 for _ in range(steps.count):
-                    samples[step] += per_rank * members + _on_a_circle(first, remainder, members, num_ranks)
+                    # of the `remainder` ranks from `first` on, in a circle, those that are members
+                    more = min(max(members - first, 0), remainder) + min(max(first + remainder - num_ranks, 0), members)
+                    samples[step] += per_rank * members + more
                     first = (first + remainder) % num_ranks
                     step += 1
         return samples
@@ -282,11 +278,6 @@ class BatchPlan:
         if num_samples == self.global_batch:
             return self
         return BatchPlan.of(num_samples, self.micro_batch, sequence_parallel=self.sequence_parallel)
-
-
-def _on_a_circle(start: int, length: int, end: int, size: int) -> int:
-    """Count the places 0 to `end - 1` of `size` in a circle that the `length` places from `start` on cover."""
-    return min(max(end - start, 0), length) + min(max(start + length - size, 0), end)
 
 
 def in_proportion(samples: int, capacities: Sequence[int]) -> tuple[int, ...]:

@@ -208,9 +208,12 @@ def _micro_step_seconds(
     """
     work = model.work
     kernels = work.flops_per_sample * samples / device.matrix_flops
-    kernels += (work.traffic.at(samples) + _gradient_traffic(model, strategy, element_bytes, world_size)) / (
-        device.memory_bandwidth
-    )
+    # To sum gradients, besides the collectives' own: stages 0 and 1 add them to what is there, two reads and a write.
+    # Stages 2 and 3 copy them into a bucket, divide them by the number of ranks, and add the rank's own part to its sum
+    # in fp32.
+    into_bucket = 4 * element_bytes + (8 + element_bytes) / world_size
+    gradients = (3 * element_bytes if strategy.zero_stage <= 1 else into_bucket) * model.facts.trainable_parameters
+    kernels += (work.traffic.at(samples) + gradients) / device.memory_bandwidth
     again = work.recompute_flops_per_sample * samples / device.matrix_flops
     again += work.recompute_traffic.at(samples) / device.memory_bandwidth
     hooks = HOOK_OPERATORS[strategy.zero_stage] * len(model.facts.trainable_sizes)
@@ -224,17 +227,6 @@ def _micro_step_seconds(
     if device.kind == "cpu":
         return kernels + launch, kernels + launch + again + launch_again, 0.0
     return max(kernels, launch), max(kernels + again, launch + launch_again), moving
-
-
-def _gradient_traffic(model: ModelCosts, strategy: Strategy, element_bytes: int, world_size: int) -> float:
-    """Return the bytes that a rank reads and writes in a micro-step to sum gradients, besides the collectives' own.
-
-    Stages 0 and 1 add them to what is there: two reads and a write. Stages 2 and 3 copy them into a bucket, divide them
-    by the number of ranks, and add the rank's own part to its sum in fp32.
-    """
-    if strategy.zero_stage <= 1:
-        return 3.0 * element_bytes * model.facts.trainable_parameters
-    return (4 * element_bytes + (8 + element_bytes) / world_size) * model.facts.trainable_parameters
 
 
 def _communication_seconds(

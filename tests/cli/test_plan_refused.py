@@ -21,6 +21,9 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 WRONG: dict[str, tuple[list[str], int, str]] = {
     "an unknown flag": (["--gpuss", "4"], 2, "did you mean --gpu or --gpus?"),
     "an unknown letter": (["-x", "4"], 2, "error: no such option -x\n\nhint: see `frugal plan --help`"),
+    "a card for a number": (
+        ["--gpus", "8xA100"], 2, "`8xA100` is a card, and no number of them; write --gpu a100-40g or a100-80g, and",
+    ),
     "no number": (["--gpus", "four"], 2, "'--gpus': `four` is no whole number; write a count such as 512"),
     "no such choice": ([*CARDS, "--precision", "fp8"], 2, "'fp8' is not one of 'bf16', 'fp16', 'fp32'"),
     "an argument too many": (["gpt2", *CARDS], 2, "got unexpected extra argument (gpt2)"),

@@ -55,7 +55,7 @@ def test_names_that_are_no_utf_8_are_told_as_bytes(load: Load, tmp_path: Path) -
     (tmp_path / "texts" / os.fsdecode(b"caf\xe9.txt")).write_bytes(b"\xff")
     (tmp_path / "texts" / "good.txt").write_text("good")
     corpus = load("texts", skip_bad_rows=True)
-    assert corpus.report.first_bad == ["texts/caf\\xe9.txt:1: not UTF-8 text"]
+    assert corpus.report.first_bad == ["texts/caf\\xe9.txt:1: not UTF-8 text; iconv -f ENCODING -t UTF-8 converts it"]
     assert list(corpus.provenance.files) == ["texts/caf\\xe9.txt", "texts/good.txt"]
     assert msgspec.json.decode(msgspec.json.encode(corpus.provenance), type=Provenance) == corpus.provenance
 

@@ -64,7 +64,8 @@ def test_an_endless_stream_is_limited_and_a_broken_one_told_and_other_code_is_an
     assert load("stream.py:rows", limit=3).report.documents == 3
     told = (
         "the data has 2 problems\n"
-        "  because stream.py:broken failed (OSError: the link is down)\n"
+        "  because stream.py:broken failed (OSError: the link is down; stream.py, line 14, runs "
+        '`raise OSError("the link is down")`)\n'
         "  because stream.py:broken:row 2: a number, not an object\n"
         "\nhint: of rows: repair them, or leave them out with --skip-bad-rows"
     )

@@ -1,12 +1,19 @@
 """Data that cannot be trained on: each row named, each way out said."""
 
+import bz2
 import gzip
+import lzma
 import os
 import socket
+import zipfile
 from pathlib import Path
 from typing import Any
 
 import datasets
+import numpy as np
+import pyarrow as pa  # type: ignore[import-untyped]  # it has no type hints
+import pyarrow.feather as feather  # type: ignore[import-untyped]  # as above
+import pyarrow.parquet as parquet  # type: ignore[import-untyped]  # as above
 import pytest
 
 from frugal.data.rows import Columns
@@ -47,20 +54,26 @@ NO_TEXT = (
     "there is no text in the data\n  because {}\n\n"
     "hint: give data with text, or name the column that has it: --columns text=NAME"
 )
+OTHER = "not UTF-8 text; iconv -f ENCODING -t UTF-8 converts it"
 UTF_16 = "not UTF-8 text but UTF-16; iconv -f UTF-16 -t UTF-8 converts it"
 NUL = "a NUL byte, which text has not: a binary file, or UTF-16"
+TRUNCATED = "Input data was truncated"
+BAD_JSON = "JSON is malformed: invalid character"
 TOO_DEEP = "maximum recursion depth exceeded while deserializing an object"
 CONTENTS: list[tuple[str, str, bytes, str]] = [
     ("a.txt", NO_TEXT, b"", ": no rows"),
     ("a.csv", NO_TEXT, b"text\n", ": no rows"),
     ("a.jsonl", NO_TEXT, b'{"text": ""}\n{"text": ""}\n', ": 2 rows without text left out"),
-    ("a.jsonl", BAD_ROW, b'{"text": "ok"}\n{"text": \n', ":2: Input data was truncated"),
+    ("a.txt", NO_TEXT, b"\n \n\t\n", ": 1 row without text left out"),
+    ("a.jsonl", NO_TEXT, b'{"text": " \\n"}\n', ": 1 row without text left out"),
+    ("a.jsonl", BAD_ROW, b'{"text": "ok"}\n{"text": \n', f":2: {TRUNCATED}"),
+    ("a.jsonl", BAD_ROW, b'{"text": "ok", "n": NaN}\n', f":1: {BAD_JSON} (byte 20); NaN is no JSON, null is"),
     ("a.jsonl", BAD_ROW, b'{"text": "ok"}\n[1]\n', ":2: a list, not an object"),
     ("a.jsonl", BAD_ROW, b'{"text": "ok"}\n\n{"text": 5}\n', ":3: `text` is a number, not text"),
     ("a.jsonl", BAD_ROW, b'{"text": "ok"}\n{"txet": "x"}\n', ":2: no `text`"),
     ("a.csv", BAD_ROW, b'id,text\n1,"two\nlines"\n2\n', ":4: 1 fields, the header has 2"),
     ("a.csv", BAD_ROW, b"text\nok\n\xff\xfe\n", ":3: `text` is not UTF-8 text"),
-    ("a.txt", BAD_ROW, b"good\nbad \xff\n", ":2: not UTF-8 text"),
+    ("a.txt", BAD_ROW, b"good\nbad \xff\n", f":2: {OTHER}"),
     ("a.txt", BAD_ROW, "text".encode("utf-16"), f":1: {UTF_16}"),
     ("a.jsonl", BAD_ROW, b"\xfe\xff" + '{"text": "x"}'.encode("utf-16-be"), f":1: {UTF_16}"),
     ("a.txt", BAD_ROW, b"good\n" + "text".encode("utf-16-le"), f":2: {NUL}"),
@@ -133,7 +146,7 @@ def test_bad_rows_are_left_out_only_if_asked_and_then_reported(load: Load, tmp_p
     corpus = load("a.jsonl", skip_bad_rows=True)
     assert texts(corpus) == ["ok", "too"]
     assert (corpus.report.bad_rows, corpus.report.empty_rows) == (1, 1)
-    assert corpus.report.first_bad == ["a.jsonl:2: Input data was truncated"]
+    assert corpus.report.first_bad == [f"a.jsonl:2: {TRUNCATED}; an object takes one line: `jq -c .` writes it so"]
     refusal(lambda: load("a.jsonl"))  # also when the cache has them
 
 
@@ -185,3 +198,27 @@ def test_a_sequence_too_short_to_learn_from(load: Load, tmp_path: Path) -> None:
     for task, shortest in (("causal-lm", 2), ("masked-lm", 3), ("seq2seq", 2)):
         said = refusal(lambda task=task, size=shortest - 1: load("a.txt", task=task, seq_len=size))
         assert said == f"--seq-len {shortest - 1} leaves no token to learn from\n\nhint: use at least {shortest}"
+
+
+def test_files_of_other_programs_are_named_by_what_they_are(load: Load, tmp_path: Path) -> None:
+    table = pa.table({"text": ["some words"]})
+    feather.write_feather(table, tmp_path / "a.feather")
+    parquet.write_table(table, tmp_path / "b.text")
+    np.save(tmp_path / "c.npy", np.arange(9))
+    with zipfile.ZipFile(tmp_path / "d.xlsx", "w") as archive:
+        archive.writestr("sheet.xml", "<x/>")
+    (tmp_path / "e.txt").write_bytes(bz2.compress(b"text"))
+    (tmp_path / "f.txt").write_bytes(lzma.compress(b"text"))
+    said = refusal(lambda: load("."))
+    for part in (
+        "a.feather:1: not UTF-8 text but an Arrow file", "b.text:1: not UTF-8 text but parquet",
+        "c.npy:1: not UTF-8 text but a numpy array", "e.txt:1: not UTF-8 text but compressed by bzip2",
+        "f.txt:1: not UTF-8 text but compressed by xz", "d.xlsx:1: not UTF-8 text but a zip file, as .xlsx",
+    ):  # fmt: skip
+        assert part in said
+
+
+def test_a_chat_under_another_name_is_told_how_to_name_it(load: Load, tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "a.jsonl", [{"dialog": [{"speaker": "bot", "said": "hello"}], "tags": ["a"]}])
+    said = refusal(lambda: load("a.jsonl"))
+    assert said.endswith("; if dialog is a chat: --columns messages=dialog,role=NAME,content=NAME")

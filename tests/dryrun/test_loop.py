@@ -1,6 +1,7 @@
 """Users' own training steps on a pretended card: against torch's own counters, and what is said when one cannot run."""
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from bench.loops import drawn
 from frugal.errors import RequestError
 from frugal.models import transformers_internals
 from frugal.tools.own_loop import autocast
-from frugal.tools.own_loop.card import COMPILED
+from frugal.tools.own_loop.card import COMPILED, OTHER_CARDS
 from frugal.tools.own_loop.reference import names_a_step
 from frugal.tools.own_loop.tracker import LoopTracker
 from tests.commands import Capture, frugal
@@ -601,3 +602,43 @@ def test_autocast_of_deepspeeds_device_is_the_cards() -> None:
 
     package.dry_run(**parts(step, gpu="rtx3060-12g"))
     assert seen == [(True, torch.bfloat16)]
+
+
+BESIDE = """
+import os
+import torch
+from beside import make
+
+assert "RANK" not in os.environ, "scripts take this for torchrun's"
+model = make().to(torch.cuda.current_device())
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+def step(model, optimizer):
+    from later import batch
+    model(batch()).sum().backward()
+    optimizer.step()
+
+if __name__ == "__main__":
+    step(model, optimizer)
+    model.cuda(1)
+"""
+
+
+def test_a_script_runs_as_python_runs_it_alone_with_the_modules_beside_it(here: Path, capsys: Capture) -> None:
+    folder = here / "scripts"
+    folder.mkdir()
+    (folder / "train.py").write_text(BESIDE)
+    (folder / "beside.py").write_text("import torch\n\ndef make():\n    return torch.nn.Linear(512, 512)\n")
+    (folder / "later.py").write_text("import torch\n\ndef batch():\n    return torch.ones(2, 512).cuda(0)\n")
+    notes = {}
+    for what in ("scripts/train.py:step", "scripts/train.py"):
+        code, out, err = frugal(capsys, "dryrun", what, "--gpu", "t4", "--json")
+        assert code == 0, err
+        made = json.loads(out)
+        assert made["categories"]["parameters"] == 4 * (512 * 512 + 512)
+        notes[what] = made["notes"]
+        for name in ("beside", "later"):
+            del sys.modules[name]
+    assert notes == {"scripts/train.py:step": [], "scripts/train.py": [OTHER_CARDS]}
+    code, _, err = frugal(capsys, "dryrun", "train.ipynb", "--gpu", "t4")
+    assert code == 2 and "hint: write it as one: jupyter nbconvert --to script train.ipynb" in err

@@ -68,6 +68,23 @@ REFUSED: list[tuple[str, str | None, tuple[str, ...]]] = [
     ),
     ("given.py:lazy", None, ("parameters that have no shape", "hint: call the module once before it is returned")),
     ("needs.py:make", None, ("cannot import needs.py", "hint: install it into this Python: pip install soundfile_")),
+    ("given.py:made", None, ("given.py:made cannot be called", "its type is Linear", "a function in given.py that")),
+    (
+        "given.py",
+        None,
+        (
+            "given.py does not say which function makes the model",
+            "it defines with_loss, with_optimizer, needs, on_card, lazy, Net",
+            "hint: name the one that returns a module: --model given.py:with_loss",
+        ),
+    ),
+    ("broken.py", None, ("broken.py cannot be read as Python", "invalid syntax (<unknown>, line 1)")),
+    ("none.py", None, ("there is no model at none.py",)),
+    (
+        "given.py:on_card",
+        None,
+        ("Torch not compiled with CUDA", "given.py, line 24, runs `return nn.Linear(4, 4).cuda(), {}`", ON_META),
+    ),
     ("cut.json", None, ("cut.json is no JSON\n  because Expecting value: line 1 column 16",)),
     ("list.json", None, ('hint: add one that transformers knows, such as "model_type": "gpt2"',)),
     ("typo.json", None, ("hint: did you mean gpt2",)),
@@ -94,6 +111,11 @@ def with_optimizer():
 
 def needs():
     import soundfile_.core
+
+def on_card():
+    return nn.Linear(4, 4).cuda(), {}
+
+made = nn.Linear(4, 4)
 
 def lazy():
     return nn.Sequential(nn.LazyLinear(4)), {"input": torch.zeros(3)}

@@ -400,6 +400,12 @@ INTER_NODE_BANDWIDTH = 10e9
 """Assumed between nodes: 100 Gbit/s, of which 80 % arrive. Bytes/s of one node."""
 
 
+def similar_cards(name: str) -> list[str]:
+    """Return the cards whose names have `name` in them, whatever stands between its letters and numbers."""
+    word = "".join(filter(str.isalnum, name.lower()))
+    return [card for card in CARDS if len(word) > 1 and word in card.replace("-", "")]
+
+
 def find_card(name: str) -> Card:
     """Return the card called `name`; without its memory if only one is called so.
 
@@ -408,9 +414,7 @@ def find_card(name: str) -> Card:
     """
     of_name = [card for card in CARDS if f"{card}-".startswith(f"{name}-")]
     if len(of_name) != 1:
-        word = "".join(filter(str.isalnum, name.lower()))
-        within = [card for card in CARDS if word and word in card.replace("-", "")]
-        close = of_name or within or get_close_matches(name.lower(), CARDS, n=1)
+        close = of_name or similar_cards(name) or get_close_matches(name.lower(), CARDS, n=1)
         raise RequestError(
             f"--gpu {name} is no known card",
             because=f"known are {', '.join(CARDS)}",

@@ -230,6 +230,8 @@ _ROLES = {
 }  # fmt: skip
 """ShareGPT's names, in those that templates know."""
 
+_TEMPLATES_KNOW = ("system", "developer", *_ROLES.values())
+
 
 class _Part(msgspec.Struct):
     """A part of a message that has text; others, such as images, cannot be trained on."""
@@ -342,6 +344,14 @@ def _integers(row: Mapping[str, Any], column: str, length: int | None = None) ->
     return array.astype(np.int64)
 
 
+def answers_nothing(row: Whole) -> bool:
+    """Return whether an answer to train on has no text and no call of a tool: only its end is learnt."""
+    if not isinstance(row, Chat):
+        return isinstance(row, Prompted) and not row.completion
+    answers = row.messages[row.num_prompt :] if row.num_prompt else [row.messages[number] for number in row.trained]
+    return any(not each.get("content") and not each.get("tool_calls") for each in answers)
+
+
 def why_masked(row: Whole) -> str:
     """Return why a row has no token to train on."""
     match row:
@@ -349,4 +359,6 @@ def why_masked(row: Whole) -> str:
             return "every label is -100" if len(row.ids) > 1 else "it is one token"
         case Prompted():
             return "its completion has no token"
-    return "no turn of the assistant" if not row.trained else "no token of it is marked as the assistant's"
+    other = ", ".join(dict.fromkeys(role for each in row.messages if (role := each["role"]) not in _TEMPLATES_KNOW))
+    none = "no turn of the assistant" + (f" among {other}: name its word by --columns assistant=WORD" if other else "")
+    return "no token of it is marked as the assistant's" if row.trained else none

@@ -354,7 +354,9 @@ class SampleStream:
         return made
 
     def _check(self, maker: SampleMaker) -> None:
-        maker.report.refuse_rows(maker.settings.skip_bad_rows, maker.settings.too_long, maker.seq_len)
+        maker.report.refuse_rows(
+            maker.settings.skip_bad_rows, maker.settings.too_long, maker.seq_len, maker.settings.max_positions
+        )
         self.check(maker.report)
 
 

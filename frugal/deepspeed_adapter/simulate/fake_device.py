@@ -142,7 +142,10 @@ def pretend(
     `empty_cache`: called where DeepSpeed has the device's allocator give back what it does not use.
     """
     contract.verify()  # before anything of it is replaced
-    environment = {"RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": str(world_size), "LOCAL_SIZE": "1"}
+    environment = {
+        **({"RANK": str(rank)} if world_size > 1 else {}),  # by it scripts tell that torchrun has started them
+        "LOCAL_RANK": "0", "WORLD_SIZE": str(world_size), "LOCAL_SIZE": "1",
+    }  # fmt: skip
     swapping = "deepspeed.runtime.swap_tensor"
     with ExitStack() as stack, patch.object(sys, "excepthook", sys.excepthook):  # torch's names the rank
         folder = stack.enter_context(temporary.folder())  # DeepSpeed makes and removes folders

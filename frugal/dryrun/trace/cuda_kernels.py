@@ -201,7 +201,9 @@ def cuda_attention(capability: Capability, *args: Any, **kwargs: Any) -> Tensor:
     if kernel == "cudnn":
         return aten._scaled_dot_product_cudnn_attention(query, key, value, mask, *how, False, scale=call.scale)[0]
     if mask is not None:
-        mask = _efficient_bias(mask, query, key)
+        if any(stride % 8 for stride in mask.stride()[:-1]) or mask.stride(-1) != 1:  # rows would begin unaligned
+            mask = F.pad(mask, (0, 8 - mask.shape[-1] % 8))[..., : mask.shape[-1]]
+        mask = mask.expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
     return aten._scaled_dot_product_efficient_attention(query, key, value, mask, *how, scale=call.scale)[0]
 
 
@@ -221,13 +223,6 @@ def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
         return mask
     closed, opened = (torch.scalar_tensor(x, dtype=dtype, device=mask.device) for x in (-math.inf, 0.0))
     return torch.where(mask, opened, closed)
-
-
-def _efficient_bias(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
-    """Return a mask for the efficient kernel: rows are padded to 8 elements where they begin unaligned."""
-    if any(stride % 8 for stride in mask.stride()[:-1]) or mask.stride(-1) != 1:
-        mask = F.pad(mask, (0, 8 - mask.shape[-1] % 8))[..., : mask.shape[-1]]
-    return mask.expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
 
 
 def _math_attention(call: AttentionCall, mask: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -77,13 +77,9 @@ def _cudnn_backward(args: tuple[Any, ...], *_: Any) -> Steps:
     """
     query, key, value = args[1:4]
     rows = query.shape[:-1].numel()
-    return (OUTPUTS, 4 * rows * (query.shape[-1] + 1) + sum(_for_all_heads(query, (key, value))) + _CUDNN_BYTES)
-
-
-def _for_all_heads(query: Tensor, states: Sequence[Tensor]) -> list[int]:
-    """Return the bytes of k and v, had each its part for every head of q; nothing where they do. Heads come second."""
-    heads = query.shape[1]
-    return [heads * each.nbytes // each.shape[1] for each in states if each.shape[1] != heads]
+    heads = query.shape[1]  # of k and v what they took, had each its part for every head; nothing where they have
+    for_all = sum(heads * each.nbytes // each.shape[1] for each in (key, value) if each.shape[1] != heads)
+    return (OUTPUTS, 4 * rows * (query.shape[-1] + 1) + for_all + _CUDNN_BYTES)
 
 
 def _flash_backward(args: tuple[Any, ...], *_: Any) -> Steps:

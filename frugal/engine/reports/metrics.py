@@ -299,17 +299,13 @@ class Log(logging.Handler):
         if self._console.is_terminal:
             fitting = next((line for line in lines if len(line) <= self._console.width), lines[-1])
             self._line.update(Text(fitting, no_wrap=True, overflow="ellipsis"))
-        if self._is_due(step):
-            (rank_logs.to_file if self._console.is_terminal else self.say)(lines[1])
-            self._last_line = time.monotonic()
-
-    def _is_due(self, step: int) -> bool:
-        """Return whether to print a plain line: the first, the last, about `PLAIN_LINES` between, one a minute."""
-        return (
+        if (  # a plain line: the first, the last, about `PLAIN_LINES` between, one a minute
             step % math.ceil(self._total_steps / PLAIN_LINES) == 0
             or step in (self._first_step + 1, self._total_steps)
             or time.monotonic() - self._last_line > 60
-        )
+        ):
+            (rank_logs.to_file if self._console.is_terminal else self.say)(lines[1])
+            self._last_line = time.monotonic()
 
     def evaluation(
         self,

@@ -69,7 +69,8 @@ class Trackers:
                 self._trackers[name] = tracker = _start(name, folder, known.get(name), first_step)
                 if name not in known:
                     tracker.store_init_configuration(dict(hyperparameters))
-                    known[name] = _id_of(name, tracker)
+                    own = tracker.tracker  # an id where a service has the run, none where its files are in the folder
+                    known[name] = own.id if name == "wandb" else own.info.run_id if name == "mlflow" else ""
                     files.write_file(folder / RECORD, msgspec.json.encode(known) + b"\n")
 
     def record(self, event: str, values: Mapping[str, Any]) -> None:
@@ -107,13 +108,12 @@ def hyperparameters(plan: Plan, settings: Mapping[str, Any]) -> dict[str, bool |
         "num_parameters": plan.model.parameters,
         "plan_digest": plan.digest,
     }
-    return {name: _plain(value) for name, value in (asked | run | decided).items() if value not in (None, ())}
-
-
-def _plain(value: Any) -> bool | int | float | str:
-    if isinstance(value, tuple):
-        return ", ".join(map(str, value))
-    return value if isinstance(value, bool | int | float | str) else str(value)
+    return {
+        name: value if isinstance(value, bool | int | float)
+        else ", ".join(map(str, value)) if isinstance(value, tuple) else str(value)
+        for name, value in (asked | run | decided).items()
+        if value not in (None, ())
+    }  # fmt: skip
 
 
 def _start(name: str, folder: Path, known: str | None, first_step: int) -> Any:
@@ -133,13 +133,6 @@ def _start(name: str, folder: Path, known: str | None, first_step: int) -> Any:
     tracker.main_process_only = False  # this is rank 0; otherwise an Accelerator would be asked, as above
     tracker.start()
     return tracker
-
-
-def _id_of(name: str, tracker: Any) -> str:
-    """Return the id of the run that a tracker began with a service; empty if its files are in the run's folder."""
-    if name == "wandb":
-        return tracker.tracker.id
-    return tracker.tracker.info.run_id if name == "mlflow" else ""
 
 
 def _read_ids(folder: Path) -> dict[str, str]:

@@ -32,11 +32,6 @@ Z_LOSS = (
 """Notes of a plan on losses that are no sum over samples."""
 
 
-def is_needed(config: Any) -> bool:
-    """Return whether a model with this configuration has a loss that is more than the cross entropy of its logits."""
-    return config.model_type == "prophetnet" or depends_on_split(config) is not None
-
-
 def depends_on_split(config: Any) -> str | None:
     """Describe what a model of this configuration adds to the loss that is no sum over targets; None: nothing."""
     parts = (config, config.get_text_config())

@@ -189,11 +189,6 @@ def _normal(share: float, mean: Any = 0.0, std: Any = 1.0) -> Any:
     return torch.as_tensor(mean) + 3 * (2 * share - 1) * torch.as_tensor(std)
 
 
-def _uniform(share: float, low: Any = 0.0, high: Any = 1.0, **named: Any) -> Tensor:
-    low, high = named.get("from", low), named.get("to", high)
-    return torch.tensor(low + share * (high - low))
-
-
 def _whole(share: float, *bounds: Any, **named: Any) -> Tensor:
     """Return what `torch.randint` gives, of its arguments."""
     low, high = (0, *(each for each in bounds if isinstance(each, int)))[-2:]
@@ -206,7 +201,9 @@ _DRAWS: dict[str, Callable[..., Tensor]] = {
     "rand_like": lambda share, *_, **__: torch.tensor(share),
     "randn": lambda share, *_, **__: _normal(share),
     "randn_like": lambda share, *_, **__: _normal(share),
-    "uniform_": lambda share, _, __, *bounds, **named: _uniform(share, *bounds, **named),
+    "uniform_": lambda share, _, __, low=0.0, high=1.0, **named: torch.tensor(
+        named.get("from", low) + share * (named.get("to", high) - named.get("from", low))
+    ),
     "normal_": lambda share, _, __, mean=0.0, std=1.0, **___: _normal(share, mean, std),
     "normal": lambda share, _, mean, std=1.0, *__, **___: _normal(share, mean, std),
     "exponential_": lambda share, _, __, lambd=1.0, **___: torch.tensor(2 * share / lambd),

@@ -81,14 +81,6 @@ def check_pinned(modes: LayerModes, strategy: Strategy, source: Source) -> None:
     )
 
 
-def _bases(candidates: Sequence[Candidate]) -> list[Strategy]:
-    """Return the strategies under which modes are mixed, the fastest with one mode first; bounds are no times."""
-    bases = dict.fromkeys(
-        base_of(each.strategy) for each in sorted(candidates, key=lambda each: (each.memory is None, each.seconds))
-    )
-    return [base for base in bases if base.offload_ratio == 1] or [*bases]  # a share that is pinned
-
-
 class Mixtures:
     """Mixtures for one request on one cluster, on top of strategies with one mode that were evaluated."""
 
@@ -108,7 +100,10 @@ class Mixtures:
             return []
         enough = fastest_seconds([candidate for candidate in candidates if not candidate.is_draft]) / TIE
         drafts: list[Candidate] = []
-        for base in _bases(candidates):
+        bases = dict.fromkeys(  # the fastest with one mode first; bounds are no times
+            base_of(each.strategy) for each in sorted(candidates, key=lambda each: (each.memory is None, each.seconds))
+        )
+        for base in [each for each in bases if each.offload_ratio == 1] or bases:  # a share that is pinned
             drafts += self._drafts(base, candidates, min(enough, fastest_seconds(drafts)))
         better: list[Candidate] = []
         for draft in sorted(drafts, key=lambda draft: draft.seconds):
@@ -164,7 +159,11 @@ class Mixtures:
         for point in sorted(points):
             if hull and point[1] >= hull[-1][1]:
                 continue  # more bytes, and no faster
-            while len(hull) > 1 and _is_above(hull[-1], hull[-2], point):
+            # the last is not below the line from the one before it to this one
+            while len(hull) > 1 and (
+                (hull[-1][1] - hull[-2][1]) * (point[0] - hull[-2][0])
+                >= (hull[-1][0] - hull[-2][0]) * (point[1] - hull[-2][1])
+            ):
                 hull.pop()
             hull.append(point)
         return [mode for _, _, mode in hull]
@@ -312,9 +311,3 @@ def _faster_shares(evaluation: StrategyEvaluation, before: Sequence[Candidate]) 
             batches = fitting.batches(fit) if min(fit.values()) >= 1 else []
             if batches and (seconds := evaluation.fastest(profile, part, batches)[0].total_seconds) < enough:
                 yield seconds, part
-
-
-def _is_above(point: Point, left: Point, right: Point) -> bool:
-    """Return whether a point is not below the line through two others."""
-    along = (point[0] - left[0]) * (right[1] - left[1])
-    return (point[1] - left[1]) * (right[0] - left[0]) >= along

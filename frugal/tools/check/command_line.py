@@ -67,7 +67,9 @@ def parsed_script(path: Path, text: str) -> tuple[dict[str, Any], dict[tuple[str
         first = _first(words)
         if first < len(words) and not {"-c", "pip", "venv"} & {*words[first : first + 3]}:
             known = {name: value[0] for name, value in variables.items() if len(value) == 1}
-            started.append((words[first:], known | _tasks(words[:first])))
+            of_srun = _named(words[:first]) if "srun" in words[:first] else {}
+            known |= {name: str(of_srun[flag]) for flag, name in _OF_SRUN.items() if type(of_srun.get(flag)) is int}
+            started.append((words[first:], known))
     if started:
         # from what prepares, merges or evaluates, a training is known by its batch, a file of settings, or many flags
         return _flags(*max(started, key=lambda each: (
@@ -161,12 +163,6 @@ def _value(word: str) -> Any:
 
 _OF_SRUN = {"nodes": "SLURM_NNODES", "ntasks": "SLURM_NTASKS", "ntasks_per_node": "SLURM_NTASKS_PER_NODE"}
 """Flags of srun, and the variables in which its tasks find them."""
-
-
-def _tasks(before: Sequence[str]) -> dict[str, str]:
-    """Return the variables that srun sets, if it is in the words before a command."""
-    said = _named(before) if "srun" in before else {}
-    return {name: str(said[flag]) for flag, name in _OF_SRUN.items() if type(said.get(flag)) is int}
 
 
 def num_processes(content: Mapping[str, Any]) -> tuple[int | None, int | None]:

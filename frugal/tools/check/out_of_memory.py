@@ -125,6 +125,11 @@ def read(path: Path) -> OutOfMemoryMessage:
     if {"allocated", "unallocated"} <= sizes.keys():
         sizes.setdefault("reserved", sizes["allocated"] + sizes["unallocated"])
     decimals = len(request[1].partition(".")[2])
+    # the traceback that ends here, in lines of the same rank only
+    before = lines[max(0, number - _LINES_OF_TRACEBACK) : number]
+    own = [line for line in before if line.lstrip().startswith(rank[0].strip() if rank else "")]
+    starts = [i for i, line in enumerate(own) if "Traceback (most recent call last)" in line]
+    frames = "\n".join(own[starts[-1] :]) if starts else ""
     return OutOfMemoryMessage(
         requested_bytes=round(float(request[1]) * _UNITS[request[2]]),
         rounding_bytes=int(_UNITS[request[2]] / 10**decimals / 2) + 1 if request[2] != "bytes" else 0,
@@ -135,7 +140,7 @@ def read(path: Path) -> OutOfMemoryMessage:
         in_use_bytes=sizes.get("in_use"),
         gpu=int(gpu[1]) if gpu else None,
         rank=int(rank[1]) if rank else None,
-        phase=_phase(lines[max(0, number - _LINES_OF_TRACEBACK) : number], rank[0] if rank else ""),
+        phase=next((phase for pattern, phase in _PHASES if re.search(pattern, frames)), ""),
         place=Place(path, "", number + 1),
         num_ranks=max(1, len({match[1] for each in numbers if (match := _RANK.match(lines[each]))})),
     )
@@ -144,14 +149,6 @@ def read(path: Path) -> OutOfMemoryMessage:
 def _size(match: re.Match[str]) -> int:
     number, unit = filter(None, match.groups())
     return round(float(number) * _UNITS[unit])
-
-
-def _phase(lines: Sequence[str], prefix: str) -> str:
-    """Return the phase from the traceback that ends here, using lines of the same rank only."""
-    own = [line for line in lines if line.lstrip().startswith(prefix.strip())]
-    starts = [i for i, line in enumerate(own) if "Traceback (most recent call last)" in line]
-    frames = "\n".join(own[starts[-1] :]) if starts else ""
-    return next((phase for pattern, phase in _PHASES if re.search(pattern, frames)), "")
 
 
 @dataclass(frozen=True, kw_only=True)

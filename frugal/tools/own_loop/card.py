@@ -32,6 +32,7 @@ DEFAULT = torch.device("meta", 0)
 ignores the index. A script that names the meta device gives none."""
 
 SIDE_STREAMS = "work on side streams is counted as if all of it were on one"
+OTHER_CARDS = "another card than cuda:0 is named: what is on it is counted on this one"
 COMPILED = "torch.compile is counted as eager: compiled kernels may take less"
 
 Rule = Callable[["PretendedCard", Any, tuple[Any, ...], dict[str, Any]], Any]
@@ -54,8 +55,11 @@ class PretendedCard(TorchFunctionMode):
         rule = _RULES.get(func)
         if rule is not None:
             return rule(self, func, args, kwargs)
-        if func in _PROPERTIES or getattr(func, "__name__", "") in _ONLY_NAMES_A_DEVICE:
+        if func in _PROPERTIES:
             return func(*args, **kwargs)
+        if getattr(func, "__name__", "") in _ONLY_NAMES_A_DEVICE:
+            named = {name: _numbered(value) if name == "device" else value for name, value in kwargs.items()}
+            return func(*map(_numbered, args[:1]), *args[1:], **named)
         return self.on_card(func, args, kwargs)
 
     def on_card(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -65,6 +69,12 @@ class PretendedCard(TorchFunctionMode):
         if not named and not (args and any(isinstance(value, str) for value in args)):
             return func(*args, **kwargs)
         is_elsewhere = any(map(_is_elsewhere, (*named, *args)))  # before they are replaced
+        if any(
+            is_card(each) and str(each) not in ("cuda", "cuda:0", str(DEFAULT))
+            for each in (*named, *args)
+            if isinstance(each, (torch.device, str))
+        ):
+            self.tracker.note(OTHER_CARDS)
         # numbers that are given by position are no devices
         args = tuple(META if isinstance(each, (torch.device, str)) and is_card(each) else each for each in args)
         if is_card(kwargs.get("device")):
@@ -86,6 +96,11 @@ def is_card(device: Any) -> bool:
     if isinstance(device, str):
         return device == "cuda" or device.startswith("cuda:")
     return isinstance(device, int) and not isinstance(device, bool)
+
+
+def _numbered(device: Any) -> Any:
+    """Return the card that has a number; a device that has none as it is."""
+    return torch.device("cuda", device) if type(device) is int else device
 
 
 def _is_elsewhere(device: Any) -> bool:
@@ -112,7 +127,7 @@ def _is_meta(card: PretendedCard, func: Any, args: tuple[Any, ...], kwargs: dict
 def _to(card: PretendedCard, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Move a tensor. One on torch's own meta device also comes to the card, as if it had values."""
     tensor, *rest = args
-    rest = [CARD if type(value) is int else value for value in rest[:1]] + rest[1:]
+    rest = [*map(_numbered, rest[:1]), *rest[1:]]
     goes_to_card = any(map(is_card, (*rest[:1], kwargs.get("device")))) or (
         rest and isinstance(rest[0], Tensor) and card.is_on_card(rest[0])
     )
@@ -195,7 +210,8 @@ _RULES: dict[Any, Rule] = {
     Tensor.pin_memory: lambda _, __, args, ___: args[0],
     _getter("device"): _device, _getter("is_meta"): _is_meta,
     Tensor.cuda: lambda card, _, args, kwargs: _to(
-        card, Tensor.to, (args[0], CARD), {name: value for name, value in kwargs.items() if name == "non_blocking"}
+        card, Tensor.to, (args[0], CARD if args[1:2] in ((), (None,)) else args[1]),
+        {name: value for name, value in kwargs.items() if name == "non_blocking"},
     ),
     Tensor.to: _to, torch.empty_like: _empty_like,
     Tensor.backward: _backward, Tensor.tolist: _values, Tensor.numpy: _values, Tensor.__array__: _values,

@@ -19,7 +19,13 @@ def names_a_step(reference: str) -> bool:
     except (OSError, SyntaxError, ValueError):
         return False  # its import reports what is wrong
     return any(
-        isinstance(node, ast.FunctionDef) and node.name == name and (_num_required(node.args) > 0 or _trains(node))
+        isinstance(node, ast.FunctionDef)
+        and node.name == name
+        and (
+            len(node.args.posonlyargs + node.args.args) > len(node.args.defaults)
+            or None in node.args.kw_defaults
+            or _trains(node)
+        )
         for node in tree.body
     )
 
@@ -31,8 +37,3 @@ def _trains(function: ast.AST) -> bool:
     )
     returns = any(isinstance(node, ast.Return) and node.value is not None for node in own)
     return not returns or any(isinstance(node, ast.Attribute) and node.attr == "backward" for node in own)
-
-
-def _num_required(arguments: ast.arguments) -> int:
-    positional = len(arguments.posonlyargs) + len(arguments.args) - len(arguments.defaults)
-    return positional + sum(default is None for default in arguments.kw_defaults)

@@ -42,7 +42,7 @@ from frugal.dryrun.compare import Figures, predicted
 from frugal.dryrun.messages import DryRun
 from frugal.dryrun.trace.cuda_kernels import kernels_of
 from frugal.dryrun.trace.recorder import not_collected, package_folder
-from frugal.errors import FrugalError, RequestError, first_line, refuse
+from frugal.errors import FrugalError, RequestError, first_line, how_to_install, places, refuse
 from frugal.models import factories, transformers_internals
 from frugal.models.objectives import required
 from frugal.planning.memory.timeline import FORWARD
@@ -219,10 +219,13 @@ Guard = Callable[[], AbstractContextManager[Any]]
 class Script:
     """A step and the parts that it takes."""
 
-    def __init__(self, name: str, step: Callable[..., Any], parts: Mapping[str, Any]) -> None:
+    def __init__(
+        self, name: str, step: Callable[..., Any], parts: Mapping[str, Any], running: Guard = nullcontext
+    ) -> None:
         """Make a script. `name`: shown in messages. `parts`: the function or value for each part, by name; may have
-        more."""
+        more. `running`: a context in which its code runs."""
         self.name = name
+        self._running = running
         self._step = step
         self._parts = parts
         self._made: dict[str, Any] = {}
@@ -235,13 +238,14 @@ class Script:
         Raises:
             RequestError: it cannot be imported.
         """
+        path = Path(reference.rpartition(":")[0] or reference).expanduser()
+        running = functools.partial(factories.importable, str(path))
         if reference.endswith(".py"):
-            run = functools.partial(runpy.run_path, str(Path(reference).expanduser()), run_name="__main__")
-            return cls(Path(reference).name, run, {})
+            return cls(path.name, functools.partial(runpy.run_path, str(path), run_name="__main__"), {}, running)
         step = factories.import_callable(
             reference, "the script's own arguments follow `--`, and its loop stands under main"
         )
-        return cls(Path(reference.rpartition(":")[0]).name, step, inspect.unwrap(step).__globals__)
+        return cls(path.name, step, inspect.unwrap(step).__globals__, running)
 
     def prepare(self) -> dict[str, Any]:
         """Make and return every part but the batch.
@@ -267,7 +271,7 @@ class Script:
                 self._made[BATCH] = made
                 del made
             arguments = self._arguments(self._step)
-            with failures(self.name, getattr(self._step, "__name__", None)), suppress(Ended):
+            with failures(self.name, getattr(self._step, "__name__", None)), suppress(Ended), self._running():
                 self._step(**arguments)
             del arguments
 
@@ -290,7 +294,7 @@ class Script:
         self._making.append(name)
         try:
             arguments = self._arguments(part)
-            with failures(self.name, name):
+            with failures(self.name, name), self._running():
                 return part(**arguments)
         finally:
             self._making.pop()
@@ -346,18 +350,9 @@ def failures(script: str, part: str | None) -> Iterator[None]:
             hints = {"": "the script ended itself; its own arguments follow `--`"}
         elif isinstance(error, ValuesNeededError | NotImplementedError) or any(words in text for words in _NO_VALUES):
             hints = {"": _VALUES_HINT}
-        packages = [package_folder(name) for name in ("torch", "frugal", "deepspeed", "transformers")]
-        own = [
-            frame
-            for frame in frames
-            if not any(Path(frame.filename).is_relative_to(folder) for folder in packages)
-            and not frame.filename.startswith("<")
-            and "site-packages" not in frame.filename
-        ]
-        lines = [f"{Path(each.filename).name}, line {each.lineno}, runs `{each.line}`" for each in own[-_SHOWN_FRAMES:]]
         where = f"`{part}` of {script}" if part else str(script)
         raise RequestError(
             f"{where} fails in a dry run",
-            because=[first_line(error), *lines],
-            hint=next((hint for words, hint in hints.items() if words in text), None),
+            because=[first_line(error), *places(error)[-_SHOWN_FRAMES:]],
+            hint=how_to_install(error) or next((hint for words, hint in hints.items() if words in text), None),
         ) from None

@@ -204,6 +204,19 @@ def test_chats_without_a_turn_of_the_assistant_are_named_or_left_out(load_rows: 
     assert len(corpus.train) == 1
     assert corpus.report.left_out("error") == ["2 rows without a token to train on left out"]
     assert len(load_rows(*rows, train_on="all").train) == 3
+    odd = [USER, {"role": "Assistant", "content": "Paris."}]
+    said = refusal(lambda: load_rows({"messages": odd}))
+    assert "no turn of the assistant among Assistant: name its word by --columns assistant=WORD\n" in said
+
+
+def test_answers_without_text_are_counted(load_rows: Any) -> None:
+    asked = {"messages": [USER, {"role": "assistant", "content": "", "tool_calls": [{"name": "f", "arguments": {}}]}]}
+    rows = [{"messages": [USER, {"role": "assistant", "content": ""}]}, {"messages": CHAT}, asked]
+    said = load_rows(*rows).report.in_words()
+    assert said.endswith("; an answer of 1 row is empty, and only its end is trained on")
+    completions = load_rows({"prompt": "a", "completion": ""}, {"prompt": "a", "completion": "b"})
+    assert completions.report.empty_answers == 1
+    assert load_rows({"prompt": "a", "response": ""}, {"prompt": "a", "response": "b"}).report.empty_answers == 1
 
 
 def test_a_chat_that_is_too_long_is_refused_cut_or_left_out(load_rows: Any) -> None:
@@ -212,6 +225,8 @@ def test_a_chat_that_is_too_long_is_refused_cut_or_left_out(load_rows: Any) -> N
     said = refusal(lambda: load_rows(*rows, seq_len=long - 1))
     assert f"the longest, a.jsonl:1, has {long} tokens with special ones, --seq-len is {long - 1}\n" in said
     assert said.endswith(f"hint: use --seq-len {long}, or --too-long truncate, or --too-long skip")
+    said = refusal(lambda: load_rows(*rows, seq_len=long - 1, max_positions=long - 1))
+    assert said.endswith(f"hint: use --too-long truncate, or --too-long skip: the model has {long - 1} positions")
     cut = load_rows(*rows, seq_len=long - 3, too_long="truncate")
     assert cut.train[0]["input_ids"].tolist() == load_rows(*rows).train[0]["input_ids"][: long - 3].tolist()
     assert cut.report.left_out("truncate") == ["1 row longer than --seq-len truncated"]

@@ -75,4 +75,6 @@ def test_what_is_no_callback_is_refused(tmp_path: Path) -> None:
     )
     with pytest.raises(RequestError) as raised:
         Callbacks.load([f"{path}:Told"])
-    assert str(raised.value) == f"the callback {path}:Told failed\n  because OSError: no"
+    assert str(raised.value) == (
+        f"the callback {path}:Told failed\n  because OSError: no\n  because mine.py, line 3, runs `raise OSError('no')`"
+    )
