@@ -48,8 +48,8 @@ MUTANTS = (
     ),
     Mutant(
         "planning/cost.py",
-        "moved += 2 * num_steps * model.facts.packed",
-        "moved += num_steps * model.facts.packed",
+        "moved += 2 * num_steps * weights",
+        "moved += num_steps * weights",
         "offloaded parameters come up once in a micro-step, not in forward and in backward",
     ),
     Mutant(

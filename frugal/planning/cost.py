@@ -316,9 +316,8 @@ def _offload_seconds(
     on_host = share_on_host(model.facts.trainable_sizes, strategy, world_size)
     moved = num_steps * share + on_host * share
     if strategy.offload_parameters != "none":
-        moved += (
-            2 * num_steps * model.facts.packed.weight_bytes(model.facts.parameters, request.element_bytes) / world_size
-        )
+        weights = model.facts.packed.weight_bytes(model.facts.parameters, request.element_bytes)
+        moved += 2 * num_steps * weights / world_size
     ranks_per_node = max(len(node.devices) for node in cluster.nodes)
     states = request.optimizer.master_bytes_per_element + request.optimizer.state_bytes_per_element
     moved_on_disk = 0.0
