@@ -82,7 +82,8 @@ def _activation_checkpointing(request: Request, result: SearchResult) -> str:
         if slower <= (TIE - 1) * taken.seconds:
             return f"{what}: it is not needed"
         return f"{what}: it is not needed, and a step would take {format_seconds(slower)} longer"
-    what += _compared(result, lambda strategy: strategy.activation_checkpointing == "off", "without it")
+    profiled = replace(result, candidates=tuple(each for each in result.candidates if not each.least_shortfall_bytes))
+    what += _compared(profiled, lambda strategy: strategy.activation_checkpointing == "off", "without it")
     in_all = [candidate for candidate in others if candidate.fits and not candidate.is_draft]
     if mode == "budget" and in_all:
         longer = 100 * (in_all[0].seconds / taken.seconds - 1)
@@ -194,11 +195,10 @@ def _compared(result: SearchResult, trait: Callable[[Strategy], bool], words: st
 
 
 def _does_not_fit(candidates: list[Candidate]) -> str:
-    """Say that the nearest of `candidates` does not fit, and by how much: of those of which more is known than their
-    weights and optimizer states, if there are any."""
-    nearest = max(candidates, key=lambda each: (each.least_shortfall_bytes is None, each.headroom_bytes or 0))
+    """Say that the nearest of `candidates` does not fit, and by how much."""
+    nearest = max(candidates, key=lambda candidate: candidate.headroom_bytes or 0)
     if nearest.least_shortfall_bytes is not None:
-        return f"weights and optimizer states are {format_bytes(nearest.least_shortfall_bytes)} too large"
+        return f"weights and optimizer states are at least {format_bytes(nearest.least_shortfall_bytes)} too large"
     what = "one sample does" if nearest.micro_batch == 1 else f"micro-batch {nearest.micro_batch} does"
     at_least = "at least " if nearest.is_draft else ""
     return f"{what} not fit ({at_least}{format_bytes(-(nearest.headroom_bytes or 0))} short)"

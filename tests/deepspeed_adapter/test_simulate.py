@@ -20,10 +20,8 @@ from frugal.dryrun.run import dry_run
 from frugal.dryrun.trace.trace import built, trace
 from frugal.errors import RequestError
 from frugal.models.objectives import CausalLM, MaskedLM, Seq2Seq, SummedLoss
-from frugal.planning.memory.breakdown import least_bytes
 from frugal.planning.memory.timeline import OPTIMIZER, OPTIMIZER_STEP, ModelTrace, Timeline
 from frugal.planning.memory.workspaces import with_workspaces
-from frugal.planning.model_facts import ModelFacts
 from frugal.planning.strategy import Strategy
 
 pytestmark = pytest.mark.skipif(not mirrored.verify_simulation(), reason="this DeepSpeed is dry-run instead")
@@ -112,20 +110,6 @@ def traced(family: str, precision: str, lora: str | None, strategy: Strategy, ki
     """The trace of a model, which rows share that differ only in what DeepSpeed does."""
     model, building_bytes = built(builder(family, precision, lora))
     return trace(model, FAMILIES[family][1](), asked_trace(strategy, kind), building_bytes=building_bytes)
-
-
-@cache
-def facts(family: str, precision: str, lora: str | None) -> ModelFacts:
-    """The sizes of a model."""
-    from frugal.models.loading import quantised
-
-    model = builder(family, precision, lora)()
-    trained = tuple(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    return ModelFacts(
-        task="", max_positions=None, parameters=sum(map(quantised.elements, model.parameters())),
-        trainable_parameters=sum(trained), trainable_sizes=trained, largest_parameter=0, can_recompute=True,
-        can_tile=True, packed=quantised.packed(model),
-    )  # fmt: skip
 
 
 USUAL: dict[str, Any] = {
@@ -250,7 +234,6 @@ def test_every_phase_is_as_dry_run(row: tuple[str, int, dict[str, Any]]) -> None
         emptied = [len(each.timeline.empties) for each in (simulated, dry_run_result)]
         assert emptied[0] == emptied[1] == (zero_stage > 0 and way.offload_parameters != "cpu")
     assert states(simulated.timeline) == states(dry_run_result.timeline)
-    assert least_bytes(asked, way, facts(family, precision, lora), where["world_size"]) <= expected[-1].live_bytes
     peak = dry_run_result.timeline.peak(MICRO_BATCH)
     for name, size_bytes in simulated.timeline.peak(MICRO_BATCH).categories.items():
         slack = max(left_out, TOLERANCE * peak.total_bytes)

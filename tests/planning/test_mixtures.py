@@ -86,7 +86,7 @@ def test_few_of_many_mixtures_are_drafted(drafted: set[Strategy]) -> None:
     assert len([strategy for strategy in drafted if strategy.layer_modes]) < 24
 
 
-def test_nothing_is_drafted_or_mixed_under_a_stage_whose_states_alone_are_too_large(drafted: set[Strategy]) -> None:
+def test_nothing_is_drafted_or_mixed_under_a_stage_whose_weights_alone_are_too_large(drafted: set[Strategy]) -> None:
     made = planned(model={**DEEP, "parameters": 5_000_000_000}, gpus=64, mem="8G", global_batch=640)
     assert made.strategy.zero_stage == 3 and made.strategy.activation_checkpointing == "budget"
     assert {each.zero_stage for each in drafted} == {3}

@@ -393,24 +393,14 @@ def saved_parameters(request: Request, model: ModelFacts | ModelSummary) -> int:
 def checkpoint_bytes(request: Request, strategy: Strategy, model: ModelFacts | ModelSummary) -> int:
     """Return the bytes of one saved checkpoint, of all ranks together.
 
-    The optimizer's states and the master weights; beside them the parameters as they are trained, of which ZeRO-3 saves
-    only those that are not trained, and nobody the base of adapters. DeepSpeed saves each element once, whatever the
-    world size. Held against real checkpoints in tests/checkpoint/test_space.py.
+    The optimizer's states and the master weights, which only plain fp32 training (ZeRO-0) does without; beside
+    them the parameters as they are trained, of which ZeRO-3 saves only those that are not trained, and nobody the base
+    of adapters. DeepSpeed saves each element once, whatever the world size. Held against real checkpoints in
+    tests/checkpoint/test_space.py.
     """
+    master = (
+        0 if strategy.zero_stage == 0 and request.precision == "fp32" else request.optimizer.master_bytes_per_element
+    )
+    states = request.optimizer.state_bytes_per_element
     beside = saved_parameters(request, model) - (model.trainable_parameters if strategy.zero_stage == 3 else 0)
-    return int(request.element_bytes * beside + _optimizer_bytes(request, strategy, model))
-
-
-def least_bytes(request: Request, strategy: Strategy, model: ModelFacts, world_size: int) -> int:
-    """Return the bytes that a device needs at least: its weights and optimizer states, which live throughout a step."""
-    num_parts = world_size if strategy.zero_stage == 3 else 1
-    weights = model.packed.weight_bytes(model.parameters, request.element_bytes) // num_parts
-    states = int(_optimizer_bytes(request, strategy, model)) // (world_size if strategy.zero_stage else 1)
-    return weights * (strategy.offload_parameters == "none") + states * (strategy.offload_optimizer == "none")
-
-
-def _optimizer_bytes(request: Request, strategy: Strategy, model: ModelFacts | ModelSummary) -> float:
-    """Return the bytes of states and master weights, which only plain fp32 training (ZeRO-0) does without."""
-    has_masters = strategy.zero_stage > 0 or request.precision != "fp32"
-    master = request.optimizer.master_bytes_per_element * has_masters
-    return (master + request.optimizer.state_bytes_per_element) * model.trainable_parameters
+    return int(request.element_bytes * beside + (master + states) * model.trainable_parameters)

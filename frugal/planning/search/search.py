@@ -16,7 +16,6 @@ from frugal.config.pins import check_pins
 from frugal.config.request import Request
 from frugal.errors import RequestError, refuse
 from frugal.imports import collected_seldom
-from frugal.planning.memory.breakdown import least_bytes
 from frugal.planning.plan import ModelSummary
 from frugal.planning.search.candidate import (
     SAME,
@@ -31,8 +30,12 @@ from frugal.planning.search.candidate import (
     small_buckets_could_help,
 )
 from frugal.planning.search.evaluate import StrategyEvaluation
-from frugal.planning.search.mixtures import Mixtures, check_pinned, shares_of_optimizer
+from frugal.planning.search.mixtures import Mixtures, base_of, check_pinned, shares_of_optimizer
 from frugal.planning.strategy import Offload, Strategy, allowed_strategies, offload_levels
+
+MOST_OF_IT = 0.7
+"""A share: where weights and optimizer states make up as much of what is lacking without activations, their excess
+says it, and no mode of activation checkpointing is profiled."""
 
 
 class Search:
@@ -193,7 +196,7 @@ class Search:
     def _evaluated(self, strategies: Sequence[Strategy], before: list[Candidate], drafts_only: bool) -> list[Candidate]:
         """Evaluate strategies of a level, of which others were evaluated `before`, as far as no bound rejects them."""
         fastest = fastest_seconds(candidate for candidate in before if not candidate.is_draft)
-        bounds = {each: self._bound(each, fastest) for each in strategies}
+        bounds = {each: self._bound(each, before, fastest, MOST_OF_IT) for each in strategies}
         rejected = [bound for bound in bounds.values() if bound is not None]
         others = [strategy for strategy, bound in bounds.items() if bound is None]
         if not others:
@@ -203,21 +206,33 @@ class Search:
         candidates = self._confirmed(list(drafts.values()), before)
         for strategy in others:
             if strategy not in drafts and not drafts_only:
-                candidate = self._bound(strategy, fastest_seconds([*before, *candidates]))
+                known = [*before, *candidates]
+                candidate = self._bound(strategy, known, fastest_seconds(known))
                 candidate = candidate or self._attempt(strategy, self.evaluation.evaluate)
                 candidates += [] if candidate is None else [candidate]
         return rejected + candidates
 
-    def _bound(self, strategy: Strategy, fastest: float) -> Candidate | None:
+    def _bound(
+        self, strategy: Strategy, before: list[Candidate], fastest: float, share: float = 0.0
+    ) -> Candidate | None:
         """Return what rejects a strategy before it is profiled: its best case is no faster than the `fastest` so far,
-        or its weights and optimizer states alone are too large; None: it may be the best.
+        or its weights, or with these its optimizer states, alone are too large; None: it may be the best.
+
+        They live throughout a step, whether activations are kept or not; what is gathered or summed may not. States
+        must make up at least a `share` of what is lacking without activations: else a profile says better what is.
+        Below ZeRO-3 every device has all weights, however many there are.
         """
         if self.evaluation.work:
             at_best = self.evaluation.best_case(strategy)
             if at_best.seconds * TIE >= fastest:
                 return at_best
-        usable_bytes = min(device.usable_bytes for device in self.cluster.devices)
-        shortfall = least_bytes(self.request, strategy, self.facts, self.cluster.world_size) - usable_bytes
+        weights = self.facts.packed.weight_bytes(self.facts.parameters, self.request.element_bytes)
+        shortfall = 0 if strategy.zero_stage == 3 else weights - min(each.usable_bytes for each in self.cluster.devices)
+        plain = base_of(strategy)
+        without = next((candidate.memory for candidate in before if candidate.strategy == plain != strategy), None)
+        if without is not None and shortfall <= 0:
+            shortfall = without.parameters + without.optimizer - without.usable_bytes
+            shortfall *= shortfall >= share * (-without.headroom_bytes - without.of_the_step)
         if shortfall <= 0:
             return None
         return Candidate(
