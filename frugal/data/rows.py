@@ -268,7 +268,6 @@ def read(file: DataFile, columns: Columns, begin: int = 0, end: int | None = Non
     return _read_jsonl(file, begin, end) if file.kind == "jsonl" else _read_text(file, columns.text, begin, end)
 
 
-_OTHER = "not UTF-8 text; iconv -f ENCODING -t UTF-8 converts it"
 _UTF_16 = "not UTF-8 text but UTF-16; iconv -f UTF-16 -t UTF-8 converts it"
 _SIGNATURES = {
     (0, codecs.BOM_UTF16_LE): _UTF_16,
@@ -338,7 +337,7 @@ def _read_text(file: DataFile, column: str, begin: int, end: int | None) -> Iter
         except UnicodeDecodeError as error:
             yield (
                 f"{name}:{line + document[: error.start].count(10)}",
-                BadRow(_OTHER),
+                BadRow("not UTF-8 text; iconv -f ENCODING -t UTF-8 converts it"),
             )
 
 

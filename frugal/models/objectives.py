@@ -279,12 +279,7 @@ class MeanLoss(SummedLoss):
             *((name, each) for name in names for each in left_out),
         ]
         counts: dict[str, Callable[[Batch], Any]] = {
-            f'(batch["{name}"]{"[:, 1:]" * begin} != {value}).sum()': functools.partial(
-                lambda name, value, begin, batch: ((batch[name][:, begin:] if begin else batch[name]) != value).sum(),
-                name,
-                value,
-                begin,
-            )
+            f'(batch["{name}"]{"[:, 1:]" * begin} != {value}).sum()': functools.partial(_others, name, value, begin)
             for name, value in pairs
             if name in self._values
             for begin in range(min(self._values[name].dim(), 2))
@@ -311,6 +306,11 @@ class MeanLoss(SummedLoss):
         targets = torch.as_tensor(self._targets(own), device=batch["real"].device)
         refilled = {n: each.masked_fill(targets == 0, 0) for n, each in own.items() if n == self._labels}  # or NaN
         return self._loss(model, own | refilled).float() * targets * batch["real"]
+
+
+def _others(name: str, value: int, begin: int, batch: Batch) -> Tensor:
+    """Count what is not `value` in `batch[name]`, of each sample from position `begin` on."""
+    return ((batch[name][:, begin:] if begin else batch[name]) != value).sum()
 
 
 class _Dummy(dict[str, Any]):

@@ -82,8 +82,8 @@ def _activation_checkpointing(request: Request, result: SearchResult) -> str:
         if slower <= (TIE - 1) * taken.seconds:
             return f"{what}: it is not needed"
         return f"{what}: it is not needed, and a step would take {format_seconds(slower)} longer"
-    profiled = replace(result, candidates=tuple(each for each in result.candidates if not each.least_shortfall_bytes))
-    what += _compared(profiled, lambda strategy: strategy.activation_checkpointing == "off", "without it")
+    known = replace(result, candidates=tuple(each for each in result.candidates if not each.least_shortfall_bytes))
+    what += _compared(known, lambda strategy: strategy.activation_checkpointing == "off", "without it")
     in_all = [candidate for candidate in others if candidate.fits and not candidate.is_draft]
     if mode == "budget" and in_all:
         longer = 100 * (in_all[0].seconds / taken.seconds - 1)

@@ -228,8 +228,7 @@ class Search:
                 return at_best
         weights = self.facts.packed.weight_bytes(self.facts.parameters, self.request.element_bytes)
         shortfall = 0 if strategy.zero_stage == 3 else weights - min(each.usable_bytes for each in self.cluster.devices)
-        plain = base_of(strategy)
-        without = next((candidate.memory for candidate in before if candidate.strategy == plain != strategy), None)
+        without = next((each.memory for each in before if each.strategy == base_of(strategy) != strategy), None)
         if without is not None and shortfall <= 0:
             shortfall = without.parameters + without.optimizer - without.usable_bytes
             shortfall *= shortfall >= share * (-without.headroom_bytes - without.of_the_step)
